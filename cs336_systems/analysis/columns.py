@@ -4,7 +4,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,15 @@ class Columns:
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{type(self).__name__} needs columns of one length, got {lengths}")
+
+    @classmethod
+    def empty(cls) -> Self:
+        """The table without rows; its columns have the types that they are declared with."""
+        columns = {}
+        for field in fields(cls):
+            _, dtype = get_args(field.type)
+            columns[field.name] = np.zeros(0, dtype=get_args(dtype)[0])
+        return cls(**columns)
 
     def __len__(self) -> int:
         """The number of rows."""

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,9 @@ from ..record import Measurement, RunRecord, Status
 from ..subject import Subject
 from ..text import LONGEST_PART, shortened
 from .statistics import FEWEST, standard_error
+
+if TYPE_CHECKING:
+    from .kernels.step_profile import KernelTimes
 
 CONFIDENCE = 0.95
 """Confidence of the interval of a ratio."""
@@ -59,17 +62,6 @@ StepBlocks: TypeAlias = Mapping[int, Measurement]
 """Step times of a side's processes, by the number of the block of runs, one after the other,
 that each belongs to.
 """
-
-
-class Launches(Protocol):
-    """Durations of the launches of one kernel."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def mean_s(self) -> float: ...
-    @property
-    def stdev_s(self) -> float | None: ...
 
 
 class Verdict(StrEnum):
@@ -151,7 +143,7 @@ def compare_apart(a: StepBlocks, b: StepBlocks) -> Comparison:
     return _comparison(of_a, of_b, variances)
 
 
-def compare_launches(a: Launches, b: Launches, among: int) -> Comparison:
+def compare_launches(a: "KernelTimes", b: "KernelTimes", among: int) -> Comparison:
     """Compare the mean durations of one kernel, of `among` that are compared, in one process of
     each side.
 

@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..record import RUNS, published_runs
+from .explain import arguments_for
 from .outcome import UsageError, checked
 
 if TYPE_CHECKING:
-    from ..analysis.kernels.step_profile import StepProfile
-    from ..analysis.memory.profile import MemoryProfile
     from ..report.difference import Difference
 
 _HEAD_BYTES = 2**16
-_PICKLE = b"\x80"
-"""First byte of a pickle, as snapshots of PyTorch are."""
 
 
 def is_sweep(path: Path) -> bool:
@@ -33,16 +30,11 @@ def is_sweep(path: Path) -> bool:
 
 def _is_record(path: Path) -> bool:
     """Whether the file is the record of a run: two of its keys stand among the first bytes."""
-    return _begins_with(path, b'"status"', b'"started_at"')
-
-
-def _begins_with(path: Path, *words: bytes) -> bool:
-    """Whether all of these words stand in the first bytes of a regular file."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    return all(word in head for word in words)
+    return b'"status"' in head and b'"started_at"' in head
 
 
 def difference_of(paths: Sequence[Path], top: int) -> "Difference":
@@ -56,7 +48,7 @@ def difference_of(paths: Sequence[Path], top: int) -> "Difference":
         profiles = []
         for path in paths:
             status.reading(path)
-            profiles.append(_profile_of(path))
+            profiles.append(arguments_for(path).explained().profile)
     a, b = profiles
     if isinstance(a, StepProfile) and isinstance(b, StepProfile):
         return checked(compared_traces, a, b, top)
@@ -67,22 +59,6 @@ def difference_of(paths: Sequence[Path], top: int) -> "Difference":
         f"{trace} is a trace and {snapshot} a memory snapshot, which have nothing in common: give "
         "two traces, or two snapshots"
     )
-
-
-def _profile_of(path: Path) -> "StepProfile | MemoryProfile":
-    """The explained file; a snapshot is known by its content."""
-    from ..analysis.kernels.explain import explain
-    from ..analysis.kernels.step_profile import read_profile
-    from ..analysis.memory.explain import explain_memory
-    from ..analysis.memory.profile import read_memory_profile
-
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(1) == _PICKLE:
-                return explain_memory(path)
-    if _begins_with(path, b'"device"', b'"held_bytes"'):
-        return read_memory_profile(path)
-    return read_profile(path) or explain(path)
 
 
 def write_difference(difference: "Difference", directory: Path, formats: Sequence[str]) -> None:

@@ -20,19 +20,21 @@ from .outcome import OK, UsageError, existing, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
+    from ..analysis.memory.profile import MemoryProfile
     from ..report.section import Table
 
 
 PICKLE = b"\x80"
 """The first byte of a pickle, and so of a snapshot."""
 HEAD_BYTES = 1024
-"""Bytes that show whether a file is of memory; profiles of memory name their allocations there."""
+"""Bytes that show whether a file is of memory; profiles of memory say there what was held."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What can be done with an explained file."""
 
+    profile: "StepProfile | MemoryProfile"
     write: Callable[[Path, int, Collection[str]], object]
     """Write it into a directory: tables of at most so many rows, also in these formats."""
     tables: Callable[[int], Sequence["Table"]]
@@ -117,6 +119,7 @@ class KernelsArguments(FileArguments):
         plain = None if record is None else plain_run(record, others)
         entry = Explained(profile=profile, profiled=record, plain=plain)
         return Explanation(
+            profile=profile,
             write=partial(write_kernels, entry),
             tables=partial(tables_of_one, entry),
             answer=partial(answer_of, entry),
@@ -176,6 +179,7 @@ class MemoryArguments(FileArguments):
         else:
             profile = explain_memory(self.file, self.device)
         return Explanation(
+            profile=profile,
             write=partial(write_memory, profile),
             tables=partial(tables_of_one, profile),
             answer=lambda: [finding.text for finding in answer(profile)],
@@ -188,7 +192,7 @@ def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
     memory, all else is of kernels. Only kernels have `rules`.
     """
     head = b"" if path.is_dir() else read_head(path, HEAD_BYTES, "a trace or a snapshot")
-    if head.startswith(PICKLE) or b'"num_allocations"' in head:
+    if head.startswith(PICKLE) or b'"held_bytes"' in head:
         if rules is not None:
             raise UsageError(f"--rules names kernels, and {path} is of memory")
         return MemoryArguments(file=path)

@@ -225,8 +225,8 @@ def over_configurations(
     title: str,
     rows: Sequence[Row],
     columns: Sequence[Column],
-    csv: Sequence[str],
-    notes: Iterable[str],
+    notes: Iterable[str] = (),
+    csv: Sequence[str] | None = None,
     *,
     shown: Callable[[Row], bool] = lambda _: True,
 ) -> Section:
@@ -236,8 +236,11 @@ def over_configurations(
     rows there is no table. Its first columns distinguish the configurations; then come `columns`,
     except those whose values are all 0 or unknown. Below `notes`, a note names the settings that
     all configurations share, and for a single configuration its size and context too. The CSV file
-    has the columns `csv` and all settings; without `csv` it has no rows.
+    has the columns `csv`, by default those of the table, and all settings; if `csv` is empty, it
+    has no rows.
     """
+    if csv is None:
+        csv = [column.key for column in columns]
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
     identity_columns = [] if is_single else identity.identity_columns(kept)
@@ -269,6 +272,4 @@ def findings_section(
 ) -> Section:
     """The sentences that `find` returns for each profile, one in a row."""
     rows = rows_of(entries, lambda entry: finding_rows(find(entry)))
-    return over_configurations(
-        name, "Findings", rows, FINDING, [column.key for column in FINDING], ()
-    )
+    return over_configurations(name, "Findings", rows, FINDING)

@@ -12,16 +12,16 @@ trace. Times are whole nanoseconds, so that sums are exact.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from ...ranges import PhaseNames
-from ..columns import Columns, Ints, Mask, chosen, joined
+from ..columns import Ints, Mask, chosen, joined
 from .calls import ApiCallKind, lost_launches
 from .collectives import NO_COLLECTIVE, OF_LIBRARY, collective_codes, with_collectives_named
 from .phase_plan import PhaseWindows
@@ -29,8 +29,9 @@ from .phase_ranges import PhaseRanges, phase_ranges
 from .phases import CODES, PHASES, Codes, LaunchPhase
 from .step_profile import StepLabel
 from .steps import PhasePlan, StepTimes, plan_of
-from .trace import MAX_TIME_NS, DeviceWork, GroupNesting, Nesting, Trace, forward_of
+from .trace import MAX_TIME_NS, DeviceWork, Times, Trace, forward_of
 
+Made = TypeVar("Made")
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a
 scatter of gradients.
@@ -96,7 +97,7 @@ def attribute(trace: Trace, phases: PhaseNames | None = None) -> Attribution:
 def phase_at(windows: PhaseWindows, time: Ints) -> Codes:
     """The phase of the host at each time."""
     labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-    return labels[Nesting(windows.start_ns, windows.end_ns).at(time)]
+    return labels[windows.at(time)]
 
 
 class _Modules:
@@ -115,11 +116,11 @@ class _Modules:
         forward = np.flatnonzero(ranges.is_nested & is_forward)
         again = forward[_is_backward(phase_at(plan.windows, ranges.start_ns[forward]))]
         is_module[again] = True
-        is_module[_beginning(trace, OF_LIBRARY)] = False
-        is_shards = _beginning(trace, _SHARDS)
+        is_module[trace.named(ranges, OF_LIBRARY.match)] = False
+        is_shards = trace.named(ranges, _SHARDS.match)
         self._rows = np.flatnonzero(is_module)
-        self._modules = _nesting_of(trace, self._rows)
-        self._forwards = _nesting_of(trace, forward)
+        self._modules = ranges.by_thread(self._rows)
+        self._forwards = ranges.by_thread(forward)
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
         self.parent[self._rows] = np.append(self._rows, -1)[self._modules.parent]
         self.parent[again] = self.parent[is_shards & is_module] = -1
@@ -137,21 +138,9 @@ class _Modules:
         return inside
 
 
-def _nesting_of(trace: Trace, rows: Ints) -> GroupNesting:
-    """The nesting of these ranges on their threads."""
-    ranges = trace.ranges
-    return GroupNesting(ranges.thread[rows], ranges.start_ns[rows], ranges.end_ns[rows])
-
-
 def _is_backward(phase: Codes) -> Mask:
     is_backward: Mask = phase == CODES[LaunchPhase.BACKWARD]
     return is_backward
-
-
-def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
-    """Whether each range's name begins with the pattern."""
-    names = [index for index, name in enumerate(trace.strings) if pattern.match(name)]
-    return np.isin(trace.ranges.name, names)
 
 
 def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
@@ -169,7 +158,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
         # what another thread launches meanwhile is not shown to be forward
         is_apart = (thread != plan.main) & (phase[rows] == CODES[LaunchPhase.FORWARD])
         phase[rows[is_apart]] = CODES[LaunchPhase.UNATTRIBUTED]
-    step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
+    step[rows] = plan.steps.at(time)
     module[rows] = _modules_of_launches(trace, modules, thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
     is_recomputed[rows] = modules.is_forward(thread, time) & _is_backward(phase[rows])
@@ -250,7 +239,7 @@ class Selection:
         """Whether each time of the host lies in a profiled step; True for all of a whole trace."""
         if self.is_whole_trace:
             return np.ones(len(time_ns), dtype=np.bool_)
-        return Nesting(self.steps.start_ns, self.steps.end_ns).at(time_ns) >= 0
+        return self.steps.at(time_ns) >= 0
 
     def step_of(self, step: Ints) -> Ints:
         """Index into `steps` for kernels or copies with these steps of the attribution; -1 for
@@ -309,7 +298,7 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
         return is_empty, np.full(len(steps), len(in_step) == 0)
     if not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
-    is_launching = ApiCallKind.LAUNCH.among(calls.name, attribution.trace.strings)
+    is_launching = attribution.trace.named(calls, ApiCallKind.LAUNCH.is_done_by)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
     has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
     is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())
@@ -326,7 +315,7 @@ def _cut_off(attribution: Attribution) -> Mask:
     if not len(launch) or not len(lost):
         return np.zeros(len(steps), dtype=np.bool_)
     beyond = lost[(lost < launch.min()) | (lost > launch.max())]
-    in_step = Nesting(steps.start_ns, steps.end_ns).at(beyond)
+    in_step = steps.at(beyond)
     is_cut: Mask = np.bincount(in_step[in_step >= 0], minlength=len(steps)) >= MIN_LOST
     return is_cut
 
@@ -351,7 +340,7 @@ def _extent(trace: Trace) -> tuple[int, int]:
     """Start of the trace's first event and end of its last; 0 and 0 for an empty trace."""
     work, calls = joined(trace.kernels, trace.copies), trace.api_calls
     starts = np.concatenate([work.start_ns, calls.start_ns, trace.ranges.start_ns])
-    ends = np.concatenate([work.end_ns, calls.start_ns + calls.duration_ns, trace.ranges.end_ns])
+    ends = np.concatenate([work.end_ns, calls.end_ns, trace.ranges.end_ns])
     if not len(starts):
         return 0, 0
     return int(starts.min()), int(ends.max())
@@ -373,19 +362,17 @@ def _windows(windows: PhaseWindows, steps: StepTimes, *, is_whole_trace: bool) -
     if is_whole_trace:
         # what was launched before the first event of the device is a part of the file too
         start, end = (np.clip(time, steps.start_ns[0], steps.end_ns[0]) for time in (start, end))
-    step = Nesting(steps.start_ns, steps.end_ns).at(start)
+    step = steps.at(start)
     cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
     of_steps = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
     order = np.lexsort((end, start, step))
     return chosen(of_steps, order[step[order] >= 0])
 
 
-def frame_of(columns: Columns) -> pd.DataFrame:
+def frame_of(times: Times) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
-    frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
-    if "duration_ns" not in frame:
-        frame["duration_ns"] = frame["end_ns"] - frame["start_ns"]
-    return frame
+    frame = pd.DataFrame({field.name: getattr(times, field.name) for field in fields(times)})
+    return frame.assign(duration_ns=times.duration_ns)
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
@@ -419,13 +406,18 @@ def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[LaunchPhase, 
             yield phase, by_name
 
 
-def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:
-    """Yield a named tuple for each group, the longest first: its keys, the number `count` of its
-    rows, and `total_ns`.
+def totals(
+    frame: pd.DataFrame, make: Callable[..., Made], **by: Callable[[Any], object]
+) -> Iterator[Made]:
+    """Yield what `make` makes of each group of rows, the longest first: of its keys, the number
+    `count` of its rows, and their time `total_s`. `by` says what the key in each column stands for.
 
     Groups of equal length are in the order of their keys.
     """
     groups = frame.groupby(list(by))["duration_ns"]
     # `agg` is slow
-    rows = pd.DataFrame({"count": groups.size(), "total_ns": groups.sum()}).reset_index()
-    yield from rows.sort_values("total_ns", ascending=False, kind="stable").itertuples()
+    rows = pd.DataFrame({"count": groups.size(), "total_s": groups.sum() / 1e9}).reset_index()
+    rows = rows.sort_values("total_s", ascending=False, kind="stable")
+    records: Iterable[Any] = rows.to_dict("records")
+    for row in records:
+        yield make(**row | {name: meaning(row[name]) for name, meaning in by.items()})

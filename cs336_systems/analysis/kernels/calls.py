@@ -1,13 +1,12 @@
 """What a call of a device's runtime or driver does, by its name."""
 
 import re
-from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
 
 from ..columns import Ints, Mask
-from .trace import MAX_TIME_NS, Trace, Union, of_names
+from .trace import MAX_TIME_NS, Trace, Union
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default
 # streams: cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -46,10 +45,6 @@ class ApiCallKind(Enum):
         """Whether the function of this name does it."""
         return re.match(self.value, call_name(name)) is not None
 
-    def among(self, names: Ints, strings: Sequence[str]) -> Mask:
-        """Whether each of these calls does it."""
-        return of_names(names, strings, self.is_done_by, np.bool_)
-
 
 TO_HOST = re.compile(r"Device-?to-?Host|DtoH|D2H", re.I)
 TO_DEVICE = re.compile(r"Host-?to-?Device|HtoD|H2D", re.I)
@@ -67,11 +62,11 @@ def lost_launches(trace: Trace) -> Mask:
     api = trace.api_calls
 
     def starts(kind: ApiCallKind) -> Ints:
-        return np.sort(api.start_ns[kind.among(api.name, trace.strings)])
+        return np.sort(api.start_ns[trace.named(api, kind.is_done_by)])
 
     begins, ends = starts(ApiCallKind.BEGIN_CAPTURE), starts(ApiCallKind.END_CAPTURE)
     captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
-    is_lost = ApiCallKind.ONE_KERNEL.among(api.name, trace.strings)
+    is_lost = trace.named(api, ApiCallKind.ONE_KERNEL.is_done_by)
     is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
     launching = np.append(trace.kernels.call, trace.copies.call)
     is_lost[launching[launching >= 0]] = False

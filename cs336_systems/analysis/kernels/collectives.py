@@ -10,7 +10,7 @@ from ...costs.communication import Collective
 from ..columns import Ints
 from .classes import MAX_NAME, KernelClass, classify_kernel
 from .phases import Codes
-from .trace import GroupNesting, Strings, Trace, of_names
+from .trace import Strings, Trace, of_names
 
 COLLECTIVE_OPERATOR = "record_param_comms"
 """The operator in which PyTorch launches a collective, which it names in its arguments."""
@@ -72,17 +72,15 @@ def with_collectives_named(trace: Trace) -> Trace:
     """
     ranges, kernels = trace.ranges, trace.kernels
     texts = trace.strings
-    around = [index for index, text in enumerate(texts) if _LAUNCHING.match(text)]
-    if not np.isin(ranges.name, around).any():
+    is_around = trace.named(ranges, _LAUNCHING.match)
+    if not is_around.any():
         return trace
-    is_unknown = of_names(
-        kernels.name, texts, lambda name: classify_kernel(name) is KernelClass.OTHER, np.bool_
-    )
+    is_unknown = trace.named(kernels, lambda name: classify_kernel(name) is KernelClass.OTHER)
     rows = np.flatnonzero(is_unknown & kernels.is_launched)
     nested = np.flatnonzero(ranges.is_nested)
-    nesting = GroupNesting(ranges.thread[nested], ranges.start_ns[nested], ranges.end_ns[nested])
-    innermost = np.append(nested, -1)[nesting.at(kernels.thread[rows], kernels.launch_ns[rows])]
-    is_inside = (innermost >= 0) & np.isin(ranges.name[innermost], around)
+    inside = ranges.by_thread(nested).at(kernels.thread[rows], kernels.launch_ns[rows])
+    innermost = np.append(nested, -1)[inside]
+    is_inside = np.append(is_around, False)[innermost]
     rows, innermost = rows[is_inside], innermost[is_inside]
     pairs = zip(ranges.name[innermost].tolist(), kernels.name[rows].tolist(), strict=True)
     strings = Strings()

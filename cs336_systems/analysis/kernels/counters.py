@@ -25,8 +25,7 @@ def counter_means(trace: Trace, windows: DeviceWindows, devices: Ints) -> Iterat
     within a step, or within a phase of it.
     """
     samples = chosen(trace.samples, np.isin(trace.samples.device, devices))
-    nesting = Nesting(windows.start_ns, windows.end_ns)
-    first, last = nesting.at(samples.start_ns), nesting.at(samples.end_ns - 1)
+    first, last = windows.at(samples.start_ns), windows.at(samples.end_ns - 1)
     step, phase = np.append(windows.step, -1), np.append(windows.phase, -1)
     in_step = (first >= 0) & (step[first] == step[last])
     in_phase = np.where(first == last, phase[first], -1)

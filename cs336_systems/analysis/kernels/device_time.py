@@ -16,14 +16,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
+from ..columns import NO_ROWS, Ints, Mask, chosen, joined
 from .attribution import HostWindows, Jobs, Selection
 from .calls import ApiCallKind
 from .collectives import NO_COLLECTIVE
 from .host_calls import Host
 from .phases import CODES, Codes, LaunchPhase
 from .steps import StepTimes
-from .trace import MAX_TIME_NS, DeviceWork, Union
+from .trace import MAX_TIME_NS, DeviceWork, Times, Union
 
 _UNATTRIBUTED = np.int8(CODES[LaunchPhase.UNATTRIBUTED])
 UNSEEN_NS = 200_000
@@ -37,15 +37,11 @@ clocks of host and device differ.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSteps(Columns):
-    """Start and end of each step on the device."""
-
-    start_ns: Ints
-    """When the host begins the first phase, or when the device has finished earlier work, if
-    that is later.
+class DeviceSteps(Times):
+    """Each step on the device: from when the host begins its first phase, or the device has
+    finished earlier work, to when the host's step or its last job ends, the later of both each.
     """
-    end_ns: Ints
-    """When the host's step ends, or when its last job ends, if that is later."""
+
     origin_ns: Ints
     """From where times within the step count: the host's start, or the device's where it still
     ran earlier work.
@@ -53,7 +49,7 @@ class DeviceSteps(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceWindows(Columns):
+class DeviceWindows(Times):
     """Start and end of each phase on the host and on the device. On the device, each phase begins
     where the last ended.
 
@@ -65,8 +61,6 @@ class DeviceWindows(Columns):
     phase: Codes
     host_start_ns: Ints
     host_end_ns: Ints
-    start_ns: Ints
-    end_ns: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +155,7 @@ def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:
     step.
     """
     calls = host.calls
-    time = np.sort(calls.start_ns[ApiCallKind.STREAM_WAIT.among(calls.name, host.names)])
+    time = np.sort(calls.start_ns[host.does(ApiCallKind.STREAM_WAIT)])
     waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
@@ -191,7 +185,7 @@ def _queued_until(jobs: Jobs, host: Host) -> int:
     first = jobs.start_ns.argmin()
     call, launch = jobs.call[first], jobs.launch_ns[first]
     calls = host.calls
-    waits = ApiCallKind.WAIT_FOR_DEVICE.among(calls.name, host.names)
+    waits = host.does(ApiCallKind.WAIT_FOR_DEVICE)
     has_waited = (waits & (calls.end_ns <= launch)).any()
     returned = host.returned(np.array([call]), np.array([launch]))[0]
     is_queued = jobs.is_launched[first] and jobs.start_ns[first] > returned + QUEUE_NS
@@ -209,7 +203,7 @@ def _waited_until(jobs: Jobs, host: Host, first_end_ns: int) -> int:
     until = min(first_end_ns, int(np.median(of_first))) if len(of_first) else -MAX_TIME_NS
     is_early = calls.is_wait & (calls.end_ns < until)
     start, end = calls.start_ns[is_early], calls.end_ns[is_early]
-    unseen = end - start - Union(jobs.start_ns, jobs.end_ns).within(start, end)
+    unseen = end - start - jobs.union().within(start, end)
     is_long = (unseen > UNSEEN_NS) & (2 * unseen > end - start)
     return int(end[is_long].max(initial=-MAX_TIME_NS))
 
@@ -242,10 +236,8 @@ def busy_ns(
     return total / np.maximum(count, 1)[windows.step], count
 
 
-def alone_ns(jobs: Jobs, rows: Ints, others: Ints, windows: DeviceSteps | DeviceWindows) -> Ints:
+def alone_ns(jobs: Jobs, rows: Ints, others: Ints, windows: Times) -> Ints:
     """How long some of these jobs, and none of the others, run in each window on the device."""
     either = np.append(rows, others)
-    all_together = Union(jobs.start_ns[either], jobs.end_ns[either])
-    without = Union(jobs.start_ns[others], jobs.end_ns[others])
     bounds = windows.start_ns, windows.end_ns
-    return all_together.within(*bounds) - without.within(*bounds)
+    return jobs.union(either).within(*bounds) - jobs.union(others).within(*bounds)

@@ -35,7 +35,7 @@ def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
     is_early = work.is_launched & (work.start_ns < work.launch_ns - SLACK_NS)
     covered, covering = _covered(chosen(work, ~work.is_in_graph))
     api = trace.api_calls
-    num_launches = int(ApiCallKind.ONE_KERNEL.among(api.name, trace.strings).sum())
+    num_launches = int(trace.named(api, ApiCallKind.ONE_KERNEL.is_done_by).sum())
     return {
         "kernels and copies begin before the call that launched them: the clocks of host and "
         "device do not agree": int(is_early.sum()),
@@ -76,7 +76,7 @@ def is_rounded(kernels: DeviceWork) -> bool:
     """Whether the profiler wrote whole microseconds, as PyTorch 2.1 and older do: a kernel of less
     than half of one then lasts no time.
     """
-    times = np.append(kernels.start_ns, kernels.duration_ns)
+    times = np.append(kernels.start_ns, kernels.end_ns)
     return len(times) > 0 and not (times % 1000).any()
 
 
@@ -86,8 +86,7 @@ def _out_of_order(trace: Trace, work: DeviceWork) -> int:
     """
     calls, count = trace.api_calls, 0
     work = chosen(work, work.is_launched)
-    ends = np.append(calls.start_ns + calls.duration_ns, 0)[work.call]
-    returned = np.where(work.call < 0, work.launch_ns, ends)
+    returned = np.where(work.call < 0, work.launch_ns, np.append(calls.end_ns, 0)[work.call])
     place = work.device * (1 + work.stream.max(initial=0)) + work.stream
     for _, of_stream in groups(place):
         in_order = of_stream[np.argsort(work.start_ns[of_stream], kind="stable")]
@@ -104,8 +103,7 @@ def _early_returns(trace: Trace, work: DeviceWork) -> int:
     """
     if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
         return 0
-    waits = chosen(
-        trace.api_calls, ApiCallKind.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings)
-    )
+    is_wait = trace.named(trace.api_calls, ApiCallKind.WAIT_FOR_DEVICE.is_done_by)
+    waits = chosen(trace.api_calls, is_wait)
     finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
-    return int((finished > waits.start_ns + waits.duration_ns + SLACK_NS).sum())
+    return int((finished > waits.end_ns + SLACK_NS).sum())

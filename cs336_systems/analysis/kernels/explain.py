@@ -26,11 +26,11 @@ from .device_time import Busy, DeviceSteps, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .phase_ranges import check_names
-from .phases import CODES, LaunchPhase
+from .phases import LaunchPhase
 from .places import place_times
 from .readers import read_trace
 from .run_files import files_of_run
-from .trace import Trace, Union, of_names
+from .trace import Trace
 
 
 class AttributionError(AssertionError):
@@ -54,7 +54,7 @@ def summarise(
     spans, windows = times_on_device(jobs, selection, host, is_of_host=trace.is_of_host)
     devices = []
     for _, rows in [] if trace.is_of_host else groups(jobs.device):
-        devices.append(Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows])))
+        devices.append(Busy(rows=rows, union=jobs.union(rows)))
     busy, num_devices = busy_ns(devices, spans, windows)
     gaps = idle.find_gaps(jobs, devices, spans, selection, host)
 
@@ -79,7 +79,7 @@ def summarise(
         num_kernels=len(kernels),
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
         left=_left(kernels, attribution.jobs.step[kernels.index], selection.is_cut),
-        step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
+        step_s=tuple((selection.steps.duration_ns / 1e9).tolist()),
         phases=tuple(_phases(work, times, num_steps, trace.is_of_host)),
         kernels=modules.kernel_times(
             in_step, trace.strings, lost_times=not is_rounded(trace.kernels)
@@ -99,7 +99,7 @@ def summarise(
         rank=trace.rank,
         between=_between_steps(spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
-        is_compiled=_is_compiled(trace),
+        is_compiled=bool(trace.named(trace.kernels, is_generated).any()),
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
@@ -129,21 +129,14 @@ def _between_steps(
     start, end = start[end > start], end[end > start]
     if not len(start):
         return None
-    jobs = attribution.jobs
-    holes = Union(jobs.start_ns, jobs.end_ns).holes(start, end)
+    holes = attribution.jobs.union().holes(start, end)
     windows = attribution.plan.windows
-    is_data = windows.phase == CODES[LaunchPhase.DATA]
-    data = Union(windows.start_ns[is_data], windows.end_ns[is_data])
+    data = windows.union(windows.among(LaunchPhase.DATA))
     return step_profile.BetweenSteps(
         total_s=int((end - start).sum()) / 1e9,
-        idle_s=int((holes.end - holes.start).sum()) / 1e9,
-        data_s=int(data.within(holes.start, holes.end).sum()) / 1e9,
+        idle_s=int(holes.duration_ns.sum()) / 1e9,
+        data_s=int(data.within(holes.start_ns, holes.end_ns).sum()) / 1e9,
     )
-
-
-def _is_compiled(trace: Trace) -> bool:
-    """Whether torch.compile made a kernel of the trace."""
-    return bool(of_names(trace.kernels.name, trace.strings, is_generated, np.bool_).any())
 
 
 def _left(kernels: pd.DataFrame, step: Ints, is_cut: Mask) -> step_profile.Left:

@@ -4,23 +4,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..columns import Columns, Ints, Mask
+from ..columns import Ints, Mask
 from .attribution import Selection, frame_of, phase_at, totals
 from .calls import TO_HOST, ApiCallKind, call_name
 from .phases import CODES, PHASES, LaunchPhase
 from .step_profile import HostCalls
-from .trace import Nesting, Strings, Trace, of_names
+from .trace import Strings, Times, Trace, of_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaCalls(Columns):
+class CudaCalls(Times):
     """The CUDA calls of a trace."""
 
     name: Ints
     """Index into `Host.names`."""
     thread: Ints
-    start_ns: Ints
-    end_ns: Ints
     is_launch: Mask
     is_kernel: Mask
     """The call launches a kernel or a CUDA graph."""
@@ -42,8 +40,8 @@ class Host:
         names = Strings()
         name = of_names(api.name, trace.strings, lambda text: names.id(call_name(text)), np.int64)
         self.names = names.all
-        is_launch = ApiCallKind.LAUNCH.among(api.name, trace.strings)
-        is_wait = ApiCallKind.WAIT.among(api.name, trace.strings)
+        is_launch = trace.named(api, ApiCallKind.LAUNCH.is_done_by)
+        is_wait = trace.named(api, ApiCallKind.WAIT.is_done_by)
         copies, waits_for_them = _copies_awaited(trace, is_launch, is_wait)
         is_of_copy = is_wait & is_launch
         is_of_copy[copies] = is_of_copy[waits_for_them] = is_wait[copies] = True
@@ -51,12 +49,16 @@ class Host:
             name=name,
             thread=api.thread,
             start_ns=api.start_ns,
-            end_ns=api.start_ns + api.duration_ns,
+            end_ns=api.end_ns,
             is_launch=is_launch,
-            is_kernel=ApiCallKind.KERNELS.among(api.name, trace.strings),
+            is_kernel=trace.named(api, ApiCallKind.KERNELS.is_done_by),
             is_wait=is_wait,
             is_of_copy=is_of_copy,
         )
+
+    def does(self, kind: ApiCallKind) -> Mask:
+        """Whether each call does this."""
+        return of_names(self.calls.name, self.names, kind.is_done_by, np.bool_)
 
     def returned(self, call: Ints, launch_ns: Ints) -> Ints:
         """When each launching call returned; its start if the call waits itself or is not in the
@@ -83,8 +85,8 @@ def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, In
     wait.
     """
     api, copies = trace.api_calls, trace.copies
-    to_host = [index for index, name in enumerate(trace.strings) if TO_HOST.search(name)]
-    is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
+    to_host = copies.call[trace.named(copies, TO_HOST.search)]
+    is_copy = np.isin(np.arange(len(api)), to_host)
     # of two calls with one start the longer comes first: a profiler may show a call around its own
     by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))
     by_thread = by_thread[(launches | waits)[by_thread]]
@@ -102,20 +104,13 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     """
     calls = host.calls
     phase = phase_at(selection.windows, calls.start_ns)
-    step = Nesting(selection.steps.start_ns, selection.steps.end_ns).at(calls.start_ns)
+    step = selection.steps.at(calls.start_ns)
     last = np.full(len(selection.steps) + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
     is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
     phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
-    placed = frame_of(calls).assign(phase=phase, step=step)
+    placed = frame_of(calls).assign(phase=phase)[step >= 0]
+    name_of, phase_of = host.names.__getitem__, PHASES.__getitem__
     return tuple(
-        HostCalls(
-            name=host.names[row.name],
-            phase=PHASES[row.phase],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-            is_launch=row.is_launch,
-            is_wait=row.is_wait,
-        )
-        for row in totals(placed[step >= 0], "name", "phase", "is_wait", "is_launch")
+        totals(placed, HostCalls, name=name_of, phase=phase_of, is_wait=bool, is_launch=bool)
     )

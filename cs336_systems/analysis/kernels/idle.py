@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined
+from ..columns import Ints, Mask, chosen, groups, joined
 from .attribution import Jobs, Selection, frame_of, totals
 from .calls import ApiCallKind
 from .device_time import Busy, DeviceSteps
@@ -35,7 +35,7 @@ from .modules import RangeParts
 from .phases import CODES, PHASES, Codes, LaunchPhase
 from .short_names import short_name
 from .step_profile import Gap, IdleCause, IdleTimes
-from .trace import MAX_TIME_NS, Ranges, Trace, Union
+from .trace import MAX_TIME_NS, Events, Times, Trace, Union
 
 HOST_PAUSE_S = 1e-3
 """Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the
@@ -61,12 +61,10 @@ _CODE = {cause: code for code, cause in enumerate(CAUSES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaps(Columns):
+class Gaps(Times):
     """Idle times of devices within steps."""
 
     step: Ints
-    start_ns: Ints
-    end_ns: Ints
     before: Ints
     """Row of `Jobs` that ended before the idle time; -1 at the start of a step."""
     after: Ints
@@ -76,22 +74,11 @@ class Gaps(Columns):
     """Index into `CAUSES`; UNKNOWN_CAUSE if the launch of the following job is not in the trace."""
 
 
-NO_GAPS = Gaps(
-    step=NO_ROWS,
-    start_ns=NO_ROWS,
-    end_ns=NO_ROWS,
-    before=NO_ROWS,
-    after=NO_ROWS,
-    phase=NO_ROWS.astype(np.int8),
-    cause=NO_ROWS.astype(np.int8),
-)
-
-
 def find_gaps(
     jobs: Jobs, devices: Sequence[Busy], spans: DeviceSteps, selection: Selection, host: Host
 ) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
-    gaps = joined(NO_GAPS, *(_gaps_of(busy, spans) for busy in devices))
+    gaps = joined(Gaps.empty(), *(_gaps_of(busy, spans) for busy in devices))
     causes = _Causes(host, selection)
     gaps = causes.in_pieces(gaps)
     ends_step = gaps.after < 0
@@ -118,8 +105,8 @@ def _gaps_of(busy: Busy, spans: DeviceSteps) -> Gaps:
     unknown = np.full(len(holes), UNKNOWN_CAUSE, dtype=np.int8)
     return Gaps(
         step=steps[holes.window],
-        start_ns=holes.start,
-        end_ns=holes.end,
+        start_ns=holes.start_ns,
+        end_ns=holes.end_ns,
         before=rows[holes.before],
         after=rows[holes.after],
         phase=unknown,
@@ -141,14 +128,14 @@ class _Causes:
         self._host = host
         calls, windows = host.calls, selection.windows
         is_data = windows.phase == CODES[LaunchPhase.DATA]
-        allocates = ApiCallKind.ALLOCATE.among(calls.name, host.names)
+        allocates = host.does(ApiCallKind.ALLOCATE)
         self._explained = {
-            IdleCause.ALLOCATION: Union(calls.start_ns[allocates], calls.end_ns[allocates]),
-            IdleCause.DATA: Union(windows.start_ns[is_data], windows.end_ns[is_data]),
+            IdleCause.ALLOCATION: calls.union(allocates),
+            IdleCause.DATA: windows.union(is_data),
         }
         blocks = calls.is_wait | (calls.is_launch & ~calls.is_kernel)
-        self._blocking = Union(calls.start_ns[blocks], calls.end_ns[blocks])
-        called = Union(calls.start_ns, calls.end_ns)
+        self._blocking = calls.union(blocks)
+        called = calls.union()
         quiet_start = np.append(-MAX_TIME_NS, called.end)
         quiet_end = np.append(called.start, MAX_TIME_NS)
         is_pause = quiet_end - quiet_start > _PAUSE_NS
@@ -255,7 +242,7 @@ def longest_gaps(
         )
 
 
-def _open_range(trace: Trace, ranges: Ranges, jobs: Jobs, gap: Any) -> str:  # noqa: ANN401
+def _open_range(trace: Trace, ranges: Events, jobs: Jobs, gap: Any) -> str:  # noqa: ANN401
     """The name of the shortest of these ranges that is open for more than half of the gap, on the
     thread that launched the job `after` it; empty for none.
     """
@@ -267,8 +254,7 @@ def _open_range(trace: Trace, ranges: Ranges, jobs: Jobs, gap: Any) -> str:  # n
     rows = np.flatnonzero(is_open)
     if not len(rows):
         return ""
-    length = ranges.end_ns[rows] - ranges.start_ns[rows]
-    return trace.strings[int(ranges.name[rows[length.argmin()]])]
+    return trace.strings[int(ranges.name[rows[ranges.duration_ns[rows].argmin()]])]
 
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
@@ -279,17 +265,17 @@ def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
     spread = frame.groupby(["phase", "cause"])["duration_ns"]
     median_ns, longest_ns = spread.median(), spread.max()
     weighted = frame.assign(duration_ns=frame["duration_ns"] / num_devices[frame["step"]])
-    return tuple(
-        IdleTimes(
-            phase=PHASES[row.phase],
-            cause=CAUSES[row.cause],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-            median_s=float(median_ns[row.phase, row.cause]) / 1e9,
-            longest_s=float(longest_ns[row.phase, row.cause]) / 1e9,
+
+    def times(phase: int, cause: int, **sums: Any) -> IdleTimes:  # noqa: ANN401 (count and time)
+        return IdleTimes(
+            phase=PHASES[phase],
+            cause=CAUSES[cause],
+            median_s=float(median_ns[phase, cause]) / 1e9,
+            longest_s=float(longest_ns[phase, cause]) / 1e9,
+            **sums,
         )
-        for row in totals(weighted, "phase", "cause")
-    )
+
+    return tuple(totals(weighted, times, phase=int, cause=int))
 
 
 def idle_notes(gaps: Gaps) -> tuple[str, ...]:
@@ -297,7 +283,7 @@ def idle_notes(gaps: Gaps) -> tuple[str, ...]:
     unknown = gaps.cause == UNKNOWN_CAUSE
     if not unknown.any():
         return ()
-    time_s = int((gaps.end_ns - gaps.start_ns)[unknown].sum()) / 1e9
+    time_s = int(gaps.duration_ns[unknown].sum()) / 1e9
     return (
         f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a "
         "kernel or copy without a launch in the file: their cause is unknown, and they are left "

@@ -20,7 +20,7 @@ import numpy as np
 from ...files import refuse_another_kind
 from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
 from .collectives import COLLECTIVE_OPERATOR
-from .trace import MAX_TIME_NS, durations
+from .trace import MAX_TIME_NS, check_times
 
 MAX_TRACE_BYTES = 8 * 2**30
 """Largest decompressed JSON that is read: some thirty million events."""
@@ -167,7 +167,7 @@ class EventBatch:
 
     events: Sequence[AnyEvent]
     start_ns: Ints
-    duration_ns: Ints
+    end_ns: Ints
     threads: dict[tuple[int | str, int | str], int]
     """Numbers of processes and threads, which all batches of a file share."""
 
@@ -204,7 +204,7 @@ class TraceEvents:
         """One batch for each group of categories."""
         copies_before = self.num_copies
         batches = [self._batch_of(categories) for categories in groups]
-        times = [np.append(batch.start_ns, batch.duration_ns) for batch in batches]
+        times = [np.append(batch.start_ns, batch.end_ns) for batch in batches]
         if self._is_exact or np.abs(np.concatenate(times)).max(initial=0) < EXACT_US * 1000:
             return batches
         # two decoded files at once would take too much memory
@@ -240,20 +240,18 @@ class TraceEvents:
         what = f"events of category {events[0].cat}" if events else "events"
         try:
             start = _nanoseconds([event.ts for event in events], what)
-            duration = _nanoseconds([event.dur for event in events], what)
-            durations(start, start + duration, what)
+            end = start + _nanoseconds([event.dur for event in events], what)
+            check_times(start, end, what)
         except ValueError as error:
             raise ProfileError(
                 self.path, f"{error}: the trace is damaged, record it again"
             ) from error
-        copies = _copies(events, start, duration)
+        copies = _copies(events, start, end - start)
         if copies:
             events = [event for row, event in enumerate(events) if row not in copies]
-            start, duration = (np.delete(times, list(copies)) for times in (start, duration))
+            start, end = (np.delete(times, list(copies)) for times in (start, end))
             self.num_copies += len(copies) if counts else 0
-        return EventBatch(
-            events=events, start_ns=start, duration_ns=duration, threads=self._threads
-        )
+        return EventBatch(events=events, start_ns=start, end_ns=end, threads=self._threads)
 
 
 def _copies(events: Sequence[AnyEvent], start_ns: Ints, duration_ns: Ints) -> set[int]:

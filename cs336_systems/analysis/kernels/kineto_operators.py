@@ -83,7 +83,7 @@ def _forward(calls: EventBatch, nodes: EventBatch) -> Ints:
     sequence = _numbers(event.args.sequence for event in calls.events)
     # only operators of forward have a number and no thread of forward
     is_forward = _numbers(event.args.forward_thread for event in calls.events) <= 0
-    within = GroupNesting(nodes.thread, nodes.start_ns, nodes.start_ns + nodes.duration_ns)
+    within = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns)
     is_forward &= (sequence >= 0) & (within.at(calls.thread, calls.start_ns) < 0)
     wanted = _numbers(event.args.sequence for event in nodes.events)
     named = _numbers(event.args.forward_thread for event in nodes.events)

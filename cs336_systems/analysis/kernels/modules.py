@@ -120,15 +120,7 @@ def _attention_ranges(attribution: Attribution) -> Codes:
 def module_times(kernels: pd.DataFrame, parts: RangeParts) -> tuple[ModuleTimes, ...]:
     """Kernels by module path and phase, the longest first."""
     with_paths = kernels.assign(path=parts.path[kernels["module"]])
-    return tuple(
-        ModuleTimes(
-            path=parts.names(row.path),
-            phase=PHASES[row.phase],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-        )
-        for row in totals(with_paths, "path", "phase")
-    )
+    return tuple(totals(with_paths, ModuleTimes, path=parts.names, phase=PHASES.__getitem__))
 
 
 CLASSES = tuple(KernelClass)
@@ -182,15 +174,8 @@ def _kernel_times(
 
 def class_times(kernels: pd.DataFrame) -> tuple[ClassTimes, ...]:
     """Times of each class in each phase where it occurs; by phase, the longest first."""
-    return tuple(
-        ClassTimes(
-            kind=CLASSES[row.kind],
-            phase=PHASES[row.phase],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-        )
-        for row in sorted(totals(kernels, "phase", "kind"), key=lambda row: row.phase)
-    )
+    times = totals(kernels, ClassTimes, phase=PHASES.__getitem__, kind=CLASSES.__getitem__)
+    return tuple(sorted(times, key=lambda row: CODES[row.phase]))
 
 
 # helpers that sum the parts of a matmul or apply its epilogue, and PyTorch's operators that call

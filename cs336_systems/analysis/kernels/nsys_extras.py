@@ -16,7 +16,7 @@ from ..memory.profile import Place
 from ..memory.snapshot import Frame
 from ..memory.stacks import code_places
 from .nsys_tables import Tables
-from .trace import NO_MEMORY, NO_RANGES, NO_SAMPLES, ApiCalls, MemoryEvents, Ranges, Samples
+from .trace import ApiCalls, Events, MemoryEvents, Samples
 
 SAMPLE_TABLE = "GPU_METRICS"
 COUNTER_TABLE = "TARGET_INFO_GPU_METRICS"
@@ -50,7 +50,7 @@ def samples(tables: Tables) -> Samples:
             named[key[:2]] = tables.strings.id(known[1])
     columns = {"timestamp": None, "typeId": None, "metricId": None, "value": 0}
     if not named or not tables.has(SAMPLE_TABLE, *columns):
-        return NO_SAMPLES
+        return Samples.empty()
     time, device, metric, value = tables.ints(SAMPLE_TABLE, columns, where=IS_SHARE)
     order = np.lexsort((time, metric, device))
     time, device, metric, value = (column[order] for column in (time, device, metric, value))
@@ -77,7 +77,7 @@ def memory_events(tables: Tables) -> MemoryEvents:
     """Allocations and frees of memory, of each device and kind."""
     columns = {"start": None, "deviceId": 0, "bytes": 0, "memKind": 0, "memoryOperationType": 0}
     if not tables.has(MEMORY_TABLE, *columns):
-        return NO_MEMORY
+        return MemoryEvents.empty()
     time, device, size, kind, operation, pool = tables.ints(
         MEMORY_TABLE, columns, {"localMemoryPoolAddress": 0}
     )
@@ -94,7 +94,7 @@ def memory_events(tables: Tables) -> MemoryEvents:
     )
 
 
-def library_calls(tables: Tables) -> Ranges:
+def library_calls(tables: Tables) -> Events:
     """Calls of cuBLAS, cuDNN and the operating system."""
     parts = []
     columns = {"start": None, "end": None, "globalTid": 0, "nameId": 0}
@@ -102,18 +102,10 @@ def library_calls(tables: Tables) -> Ranges:
         if not tables.has(table, *columns):
             continue
         start, end, thread, name = tables.ints(table, columns)
-        tables.durations(table, start, end)
-        parts.append(
-            Ranges(
-                name=tables.strings.column(name),
-                process=thread,
-                thread=thread,
-                start_ns=start,
-                end_ns=end,
-                is_nested=np.ones(len(start), dtype=np.bool_),
-            )
-        )
-    return joined(NO_RANGES, *parts)
+        tables.check_times(table, start, end)
+        names = tables.strings.column(name)
+        parts.append(Events(name=names, process=thread, thread=thread, start_ns=start, end_ns=end))
+    return joined(Events.empty(), *parts)
 
 
 def call_places(tables: Tables, calls: ApiCalls) -> tuple[tuple[Place, ...], Ints]:

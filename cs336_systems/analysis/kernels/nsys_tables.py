@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..columns import Ints, ProfileError
-from .trace import Strings, durations
+from .trace import Strings, check_times
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -91,9 +91,10 @@ class Tables:
         rows = self.rows(table, "id", column)
         return {number: str(text) for number, text in rows if text is not None}
 
-    def durations(self, table: str, start: Ints, end: Ints) -> Ints:
+    def check_times(self, table: str, start: Ints, end: Ints) -> None:
+        """Raise ProfileError for times that cannot be."""
         try:
-            return durations(start, end, f"rows of table {table}")
+            check_times(start, end, f"rows of table {table}")
         except ValueError as error:
             raise ProfileError(self.path, f"{error}: the export is damaged") from error
 

@@ -6,7 +6,8 @@ kernels.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from .attribution import Attribution, totals
 from .classes import MAX_NAME
 from .phases import PHASES
 from .step_profile import OperatorTimes
-from .trace import GroupNesting, Trace
+from .trace import Trace
 
 Dims = Sequence[Any]
 ClosedForm = Callable[[Dims, Dims], tuple[int, int]]
@@ -60,17 +61,13 @@ def operator_times(attribution: Attribution, kernels: pd.DataFrame) -> tuple[Ope
             "operator": operator,
         }
     )
-    keys = ["name", "shape", "phase"]
-    calls = by_call.groupby(keys)["operator"].nunique()
-    return tuple(
-        OperatorTimes(
-            **_operator(trace, row.name, row.shape, int(calls[row.name, row.shape, row.phase])),
-            phase=PHASES[row.phase],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-        )
-        for row in totals(by_call, *keys)
-    )
+    calls = by_call.groupby(["name", "shape", "phase"])["operator"].nunique()
+
+    def times(name: int, shape: int, phase: int, **sums: Any) -> OperatorTimes:  # noqa: ANN401
+        known = _operator(trace, name, shape, int(calls[name, shape, phase]))
+        return OperatorTimes(**known, phase=PHASES[phase], **sums)
+
+    return tuple(totals(by_call, times, name=int, shape=int, phase=int))
 
 
 def _operators_of(trace: Trace, kernels: pd.DataFrame) -> Ints:
@@ -80,8 +77,8 @@ def _operators_of(trace: Trace, kernels: pd.DataFrame) -> Ints:
     if trace.is_of_host and len(trace.operators):
         return kernels.index.to_numpy(dtype=np.int64)  # each is an operator itself
     operators = trace.operators
-    nesting = GroupNesting(operators.thread, operators.start_ns, operators.end_ns)
-    innermost = nesting.at(kernels["thread"].to_numpy(), kernels["launch_ns"].to_numpy())
+    thread, time = kernels["thread"].to_numpy(), kernels["launch_ns"].to_numpy()
+    innermost = operators.by_thread().at(thread, time)
     is_known = kernels["is_launched"] & ~kernels["is_in_graph"]
     return np.where(is_known, innermost, -1)
 
@@ -93,10 +90,12 @@ def _operator(trace: Trace, name: int, shape: int, calls: int) -> dict[str, Any]
         return nothing | {"flops": None, "bytes": None}
     name_text, shape_text = trace.strings[name], trace.strings[shape]
     work = work_of(name_text, shape_text, is_of_host=trace.is_of_host)
+    tensors = _parsed(shape_text).tensors
+    words = ", ".join("x".join(map(str, sides)) for sides, _ in tensors)
     return {
         "name": name_text[:MAX_NAME],
-        "shape": shape_in_words(shape_text)[:MAX_NAME],
-        "type": _type_of(shape_text),
+        "shape": words[:MAX_NAME],
+        "type": str(tensors[0][1]) if tensors else "",
         "calls": calls,
         "flops": _count(work.get("flops"), calls),
         "bytes": _count(work.get("bytes"), calls),
@@ -110,31 +109,26 @@ def _count(of_call: int | None, calls: int) -> int | None:
     return of_call * calls
 
 
-@lru_cache(maxsize=4096)
-def _parsed(shape: str) -> tuple[list[Any], list[Any], list[Any]]:
-    """Dimensions, types and values of the arguments; empty lists for what is no shape."""
-    try:
-        dims, types, values = msgspec.json.decode(
-            shape, type=tuple[list[Any], list[Any], list[Any]]
-        )
-    except (msgspec.DecodeError, RecursionError):
-        return [], [], []
-    return dims, types, values
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """What the profiler says of the arguments of a call."""
 
+    dims: Dims = ()
+    types: Dims = ()
+    values: Dims = ()
 
-def _type_of(shape: str) -> str:
-    """The type of the first tensor."""
-    dims, types, _ = _parsed(shape)
-    for sides, kind in zip(dims, types, strict=False):
-        if sides and isinstance(kind, str):
-            return kind
-    return ""
+    @property
+    def tensors(self) -> list[tuple[list[int], str]]:
+        """Sides and type of each tensor."""
+        pairs = zip(self.dims, self.types, strict=False)
+        return [(sides, kind) for sides, kind in pairs if sides and _are_sides(sides)]
 
-
-def shape_in_words(shape: str) -> str:
-    """The sides of the tensors among the arguments: `16x32, 32x64`."""
-    dims, _, _ = _parsed(shape)
-    return ", ".join("x".join(map(str, sides)) for sides in dims if sides and _are_sides(sides))
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors; raises LookupError or ValueError for one of unknown size."""
+        if len(self.tensors) < sum(map(bool, self.dims)):
+            raise ValueError(f"needed the sides of tensors, got {self.dims}")
+        return sum(math.prod(sides) * ITEM_BYTES[kind] for sides, kind in self.tensors)
 
 
 def _are_sides(sides: object) -> bool:
@@ -142,6 +136,16 @@ def _are_sides(sides: object) -> bool:
     if not isinstance(sides, list):
         return False
     return all(isinstance(side, int) and side >= 0 for side in sides)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(shape: str) -> _Arguments:
+    """The arguments, of which nothing is known if the text is no shape."""
+    try:
+        lists = msgspec.json.decode(shape, type=tuple[list[Any], list[Any], list[Any]])
+    except (msgspec.DecodeError, RecursionError):
+        return _Arguments()
+    return _Arguments(*lists)
 
 
 def work_of(name: str, shape: str, *, is_of_host: bool = False) -> Mapping[str, int]:
@@ -153,41 +157,23 @@ def work_of(name: str, shape: str, *, is_of_host: bool = False) -> Mapping[str, 
     operator = name.removeprefix("aten::")
     if operator == name or (is_of_host and operator == "linear"):
         return {}
-    dims, types, values = _parsed(shape)
     try:
-        made = _work(operator, dims, types, values)
+        made = _work(operator, _parsed(shape))
     except (LookupError, TypeError, ValueError):
         return {}  # other arguments than the operator has
     return {key: count for key, count in made.items() if count > 0}
 
 
-def _work(operator: str, dims: Dims, types: Dims, values: Dims) -> dict[str, int]:
+def _work(operator: str, given: _Arguments) -> dict[str, int]:
     """FLOPs and least bytes; raises LookupError, TypeError or ValueError for unknown arguments."""
-    work: dict[str, int] = {}
     if operator in _FLOPS:
-        work["flops"], outputs = _FLOPS[operator](dims, values)
-        kind = next(kind for kind in types if kind in ITEM_BYTES)
-        work["bytes"] = _bytes(dims, types) + outputs * ITEM_BYTES[kind]
-    elif operator in _WRITTEN:
-        largest = max((math.prod(sides), kind) for sides, kind in _tensors(dims, types))
-        written = _WRITTEN[operator] * largest[0] * ITEM_BYTES[largest[1]]
-        work["bytes"] = _bytes(dims, types) + written
-    return work
-
-
-def _tensors(dims: Dims, types: Dims) -> Iterator[tuple[list[int], str]]:
-    """Sides and type of each tensor; raises ValueError for one of an unknown size."""
-    for sides, kind in zip(dims, types, strict=False):
-        if not sides:
-            continue
-        if not _are_sides(sides) or kind not in ITEM_BYTES:
-            raise ValueError(f"needed the sides and type of a tensor, got {sides} and {kind}")
-        yield sides, kind
-
-
-def _bytes(dims: Dims, types: Dims) -> int:
-    """The bytes of all tensors among the arguments."""
-    return sum(math.prod(sides) * ITEM_BYTES[kind] for sides, kind in _tensors(dims, types))
+        flops, outputs = _FLOPS[operator](given.dims, given.values)
+        kind = next(kind for kind in given.types if kind in ITEM_BYTES)
+        return {"flops": flops, "bytes": given.num_bytes + outputs * ITEM_BYTES[kind]}
+    if operator in _WRITTEN:
+        largest, kind = max((math.prod(sides), kind) for sides, kind in given.tensors)
+        return {"bytes": given.num_bytes + _WRITTEN[operator] * largest * ITEM_BYTES[kind]}
+    return {}
 
 
 _WRITTEN = {
@@ -225,13 +211,17 @@ _FORWARD, _BACKWARD = 2, 5
 """Matmuls of fused attention; backward computes the scores again."""
 
 
-def _attention(queries: int, causal: int, passes: int, *, is_by_head: bool) -> ClosedForm:
-    """The closed form of a kernel of attention: `queries` and `causal` are the places of these
-    arguments, `passes` the matmuls in it, `is_by_head` the order of the tensors' sides.
+def _attention(name: str, causal: int) -> ClosedForm:
+    """The closed form of a kernel of attention; `causal` is the place of the argument that says
+    whether a mask is.
     """
+    is_backward = "backward" in name  # whose first argument is the gradient
+    # the functions that PyTorch took over have positions before heads
+    is_by_head = not name.startswith(("_flash", "_efficient"))
+    passes = _BACKWARD if is_backward else _FORWARD
 
     def flops(dims: Dims, values: Dims) -> tuple[int, int]:
-        q, k = dims[queries], dims[queries + 1]
+        q, k = dims[is_backward : is_backward + 2]
         if len(q) != 4 or len(k) != 4:
             raise ValueError(f"needed four sides, got {q} and {k}")
         batch, heads, rows, d_head = q if is_by_head else (q[0], q[2], q[1], q[3])
@@ -239,7 +229,7 @@ def _attention(queries: int, causal: int, passes: int, *, is_by_head: bool) -> C
         if values[causal] not in ("True", "False", "0", "1", "2"):
             raise ValueError(f"needed whether a mask is causal, got {values[causal]}")
         outputs = math.prod(q)
-        if passes > _FORWARD:
+        if is_backward:
             outputs += 2 * math.prod(k)
         pairs = rows * columns
         if values[causal] in ("True", "1", "2"):
@@ -285,6 +275,18 @@ def _list(text: str) -> list[int]:
     return msgspec.json.decode(text, type=list[int | bool])
 
 
+_CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_cudnn_attention_forward": 10,
+    "_flash_attention_forward": 8,
+    "_efficient_attention_forward": 9,
+    "_flash_attention_backward": 11,
+    "_efficient_attention_backward": 14,
+}
+"""Place of the argument that says whether a mask is causal, by operator."""
 _FLOPS: dict[str, ClosedForm] = {
     "mm": lambda dims, _: _matmul(dims[0], dims[1]),
     "bmm": lambda dims, _: _matmul(dims[0], dims[1]),
@@ -293,18 +295,10 @@ _FLOPS: dict[str, ClosedForm] = {
     "addmm_": lambda dims, _: _matmul(dims[1], dims[2]),
     "baddbmm": lambda dims, _: _matmul(dims[1], dims[2]),
     "linear": _linear,
-    "_scaled_dot_product_flash_attention": _attention(0, 4, _FORWARD, is_by_head=True),
-    "_scaled_dot_product_flash_attention_for_cpu": _attention(0, 4, _FORWARD, is_by_head=True),
-    "_scaled_dot_product_efficient_attention": _attention(0, 6, _FORWARD, is_by_head=True),
-    "_scaled_dot_product_cudnn_attention": _attention(0, 6, _FORWARD, is_by_head=True),
-    "_cudnn_attention_forward": _attention(0, 10, _FORWARD, is_by_head=True),
-    "_flash_attention_forward": _attention(0, 8, _FORWARD, is_by_head=False),
-    "_efficient_attention_forward": _attention(0, 9, _FORWARD, is_by_head=False),
-    "_flash_attention_backward": _attention(1, 11, _BACKWARD, is_by_head=False),
-    "_efficient_attention_backward": _attention(1, 14, _BACKWARD, is_by_head=False),
     "cudnn_convolution": _convolution(2),
     "mkldnn_convolution": _convolution(3),
     "convolution_backward": _convolution_backward,
+    **{name: _attention(name, causal) for name, causal in _CAUSAL.items()},
 }
 """FLOPs and elements of the results by operator, from the dimensions and values of its arguments.
 A multiply-add counts as 2 FLOPs, and what a causal mask leaves out does not count.

@@ -12,35 +12,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
+from ..columns import NO_ROWS, Ints, Mask, chosen, joined
 from .calls import TO_DEVICE, ApiCallKind
 from .classes import OF_BACKWARD, OF_OPTIMIZER, OF_TRAINING, KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
-from .trace import (
-    MAX_TIME_NS,
-    DeviceWork,
-    GroupNesting,
-    Holes,
-    Nesting,
-    Ranges,
-    Trace,
-    Union,
-    of_names,
-)
+from .trace import MAX_TIME_NS, DeviceWork, Holes, Nesting, Ranges, Times, Trace
 
 _COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseWindows(Columns):
+class PhaseWindows(Times):
     """Times of phases on the host. A launch on any thread belongs to the innermost window that
     contains it.
     """
 
-    start_ns: Ints
-    end_ns: Ints
     phase: Codes
 
 
@@ -57,6 +45,11 @@ class MarkedWindows(PhaseWindows):
         """Whether each window is of the phase."""
         is_among: Mask = self.phase == CODES[phase]
         return is_among
+
+    @property
+    def is_update(self) -> Mask:
+        """Whether each window is one of the optimizer that is not around `zero_grad` only."""
+        return self.among(LaunchPhase.OPTIMIZER) & ~self.is_zero_grad
 
 
 def windows_of(phase: LaunchPhase, start_ns: Ints, end_ns: Ints) -> MarkedWindows:
@@ -110,10 +103,10 @@ def _main_by_kernels(trace: Trace) -> int | None:
     no kernel of backward; None if neither is so.
     """
     kernels = _launched_alone(trace)
-    of_optimizer = kernels.thread[_has_name(trace, kernels.name, OF_OPTIMIZER)]
+    of_optimizer = kernels.thread[trace.named(kernels, OF_OPTIMIZER.search)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
-    of_backward = kernels.thread[_has_name(trace, kernels.name, OF_BACKWARD)]
+    of_backward = kernels.thread[trace.named(kernels, OF_BACKWARD.search)]
     others = np.setdiff1d(kernels.thread, of_backward)
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
 
@@ -134,24 +127,18 @@ def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows
         is_training = bool(is_optimizer.any()) or has_kernels_of_training(trace)
         if has_backward:
             # beside ranges of backward, a thread alone does not show that a closure runs it
-            is_training = bool(_has_name(trace, trace.kernels.name, OF_BACKWARD).any())
+            is_training = bool(trace.named(trace.kernels, OF_BACKWARD.search).any())
         start, end = backward_bursts(trace, main, is_training=is_training)
         # a closure runs backward within the optimizer's range; elsewhere ranges decide
-        is_shown = _is_inside(chosen(windows, ~is_optimizer), start)
+        is_shown = chosen(windows, ~is_optimizer).cover(start)
         if has_backward:
-            is_shown |= ~_is_inside(chosen(windows, is_optimizer), start)
+            is_shown |= ~chosen(windows, is_optimizer).cover(start)
         backward = windows_of(LaunchPhase.BACKWARD, start[~is_shown], end[~is_shown])
         windows = _ordered(joined(windows, backward))
     windows = _without_closures(windows)
     if not windows.among(LaunchPhase.OPTIMIZER).any():
         windows = _ordered(joined(windows, _optimizers_by_kernels(trace, windows, main)))
     return windows
-
-
-def _is_inside(windows: MarkedWindows, time: Ints) -> Mask:
-    """Whether each time lies in one of the windows."""
-    is_inside: Mask = Union(windows.start_ns, windows.end_ns).within(time, time + 1) > 0
-    return is_inside
 
 
 def _range_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
@@ -218,7 +205,7 @@ def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) 
     thread, time = kernels.thread[launched], kernels.launch_ns[launched]
     is_of_other: Mask = thread != main
     if len(nodes) or trace.has_operators:
-        inside = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time) >= 0
+        inside = nodes.by_thread().at(thread, time) >= 0
         return inside | (is_of_other & np.isin(thread, nodes.thread))
     return np.isin(thread, _backward_threads(trace, main)) & is_training
 
@@ -229,24 +216,17 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     """
     kernels = _launched_alone(trace)
     others = np.setdiff1d(kernels.thread, [main])
-    telling = kernels.thread[_has_name(trace, kernels.name, OF_BACKWARD)]
+    telling = kernels.thread[trace.named(kernels, OF_BACKWARD.search)]
     of_backward = np.intersect1d(others, telling)
     if len(of_backward) or len(others) > 1:
         return of_backward
-    is_computing = of_names(
-        kernels.name, trace.strings, lambda name: classify_kernel(name) in _COMPUTING, np.bool_
-    )
+    is_computing = trace.named(kernels, lambda name: classify_kernel(name) in _COMPUTING)
     return np.intersect1d(others, kernels.thread[is_computing])
 
 
 def has_kernels_of_training(trace: Trace) -> bool:
     """Whether a kernel of the file is one that only training runs."""
-    return bool(_has_name(trace, trace.kernels.name, OF_TRAINING).any())
-
-
-def _has_name(trace: Trace, names: Ints, pattern: re.Pattern[str]) -> Mask:
-    """Whether the pattern occurs in each of these names."""
-    return of_names(names, trace.strings, lambda name: pattern.search(name) is not None, np.bool_)
+    return bool(trace.named(trace.kernels, OF_TRAINING.search).any())
 
 
 def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> MarkedWindows:
@@ -255,9 +235,9 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     """
     kernels = trace.kernels
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
-    is_telling = is_of_main & _has_name(trace, kernels.name, OF_OPTIMIZER)
+    is_telling = is_of_main & trace.named(kernels, OF_OPTIMIZER.search)
     time = np.sort(kernels.launch_ns[is_telling])
-    time = time[~_is_inside(windows, time)]
+    time = time[~windows.cover(time)]
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
     after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
@@ -304,17 +284,16 @@ def with_forward(
     before = np.searchsorted(backward, end_ns)
     last = np.append(-1, backward)[before]
     until = np.where(last >= start_ns, last, end_ns if is_inference else start_ns)
-    covered = Union(windows.start_ns, windows.end_ns)
-    holes = covered.holes(start_ns, np.maximum(until, start_ns))
-    last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end) - 1]
-    since = np.maximum(holes.start, last_update + 1)
+    holes = windows.union().holes(start_ns, np.maximum(until, start_ns))
+    last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end_ns) - 1]
+    since = np.maximum(holes.start_ns, last_update + 1)
     since = np.maximum(since, _taken(windows, holes, events, batches))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
-    last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
+    last_event = np.append(events, 0)[np.searchsorted(events, holes.end_ns) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
-    is_before = np.isin(holes.end, backward)
-    ends = np.where(is_before, holes.end, np.minimum(last_event + 1, holes.end))
-    has_events = begins < holes.end
+    is_before = np.isin(holes.end_ns, backward)
+    ends = np.where(is_before, holes.end_ns, np.minimum(last_event + 1, holes.end_ns))
+    has_events = begins < holes.end_ns
     forward = windows_of(LaunchPhase.FORWARD, begins[has_events], ends[has_events])
     return _ordered(joined(windows, forward))
 
@@ -328,14 +307,14 @@ def _taken(windows: MarkedWindows, holes: Holes, events: Ints, batches: Ints) ->
     """
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = np.append(windows.start_ns[is_backward], MAX_TIME_NS)
-    until = backward[np.searchsorted(backward, holes.end)]
+    until = backward[np.searchsorted(backward, holes.end_ns)]
     is_data = windows.among(LaunchPhase.DATA)
     last = np.searchsorted(windows.start_ns[is_data], until) - 1
     of_range = np.append(windows.end_ns[is_data], -MAX_TIME_NS)[last]
-    of_range[np.append(windows.start_ns[is_data], -MAX_TIME_NS)[last] < holes.end] = -MAX_TIME_NS
-    is_end = is_backward | (windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad)
+    of_range[np.append(windows.start_ns[is_data], -MAX_TIME_NS)[last] < holes.end_ns] = -MAX_TIME_NS
+    is_end = is_backward | windows.is_update
     ended = np.append(-MAX_TIME_NS, np.maximum.accumulate(windows.end_ns[is_end]))
-    ended = ended[np.searchsorted(windows.start_ns[is_end], holes.end)]
+    ended = ended[np.searchsorted(windows.start_ns[is_end], holes.end_ns)]
     copied = np.append(batches, MAX_TIME_NS)[np.searchsorted(batches, ended)]
     copied[(copied >= until) | (until == MAX_TIME_NS)] = -MAX_TIME_NS
     taken = np.maximum(of_range, copied)
@@ -351,7 +330,7 @@ def main_events(trace: Trace, main: int, without: Ints) -> Ints:
     is_kept = (ranges.thread == main) & ranges.is_nested
     is_kept[without] = False
     is_launch = kernels.is_launched & (kernels.thread == main)
-    is_launch &= ~_has_name(trace, kernels.name, _FILL)
+    is_launch &= ~trace.named(kernels, _FILL.search)
     launches = kernels.launch_ns[is_launch]
     return np.sort(np.append(launches, ranges.start_ns[is_kept]))
 
@@ -359,12 +338,7 @@ def main_events(trace: Trace, main: int, without: Ints) -> Ints:
 def update_launches(trace: Trace, main: int) -> Ints:
     """When the main thread launched kernels of optimizers and of what they need, in order."""
     kernels = trace.kernels
-    is_update = of_names(
-        kernels.name,
-        trace.strings,
-        lambda name: classify_kernel(name) is KernelClass.OPTIMIZER,
-        np.bool_,
-    )
+    is_update = trace.named(kernels, lambda name: classify_kernel(name) is KernelClass.OPTIMIZER)
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     return np.sort(kernels.launch_ns[is_of_main & is_update])
 
@@ -374,11 +348,11 @@ def batches(trace: Trace, main: int) -> Ints:
     stream wait, as for their copies; in order.
     """
     copies, calls = trace.copies, trace.api_calls
-    is_upload = copies.is_launched & _has_name(trace, copies.name, TO_DEVICE)
+    is_upload = copies.is_launched & trace.named(copies, TO_DEVICE.search)
     of_main = is_upload & (copies.thread == main)
     if of_main.any() or not is_upload.any():
         return np.sort(copies.launch_ns[of_main])
-    is_wait = ApiCallKind.STREAM_WAIT.among(calls.name, trace.strings)
+    is_wait = trace.named(calls, ApiCallKind.STREAM_WAIT.is_done_by)
     return np.sort(calls.start_ns[is_wait & (calls.thread == main)])
 
 

@@ -10,7 +10,7 @@ from ..memory.profile import Place
 from .attribution import totals
 from .kineto_operators import place_of
 from .step_profile import PlaceTimes
-from .trace import GroupNesting, Trace, forward_of
+from .trace import Trace, forward_of
 
 
 def place_times(kernels: pd.DataFrame, trace: Trace) -> Iterator[PlaceTimes]:
@@ -21,12 +21,8 @@ def place_times(kernels: pd.DataFrame, trace: Trace) -> Iterator[PlaceTimes]:
         place, places = np.append(trace.call_place, -1)[kernels["call"]], trace.places
     else:
         return
-    for row in totals(kernels.assign(place=place), "place"):
-        yield PlaceTimes(
-            place=places[row.place] if row.place >= 0 else None,
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-        )
+    place_or_none = (*places, None)  # -1 is the last
+    yield from totals(kernels.assign(place=place), PlaceTimes, place=place_or_none.__getitem__)
 
 
 def _of_frames(kernels: pd.DataFrame, trace: Trace) -> tuple[Ints, tuple[Place, ...]]:
@@ -41,7 +37,7 @@ def _of_frames(kernels: pd.DataFrame, trace: Trace) -> tuple[Ints, tuple[Place, 
     is_backward = forward >= 0
     thread = np.where(is_backward, np.append(operators.thread, 0)[forward], thread)
     time = np.where(is_backward, np.append(operators.start_ns, 0)[forward], time)
-    innermost = GroupNesting(frames.thread, frames.start_ns, frames.end_ns).at(thread, time)
+    innermost = frames.by_thread().at(thread, time)
     names, place = np.unique(frames.name, return_inverse=True)
     known = np.where(kernels["is_launched"], innermost, -1)
     return np.append(place, -1)[known], tuple(place_of(trace.strings[name]) for name in names)

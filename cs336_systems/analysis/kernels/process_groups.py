@@ -20,7 +20,7 @@ from .attribution import Attribution, Jobs, select_steps
 from .collectives import COLLECTIVES, NO_COLLECTIVE
 from .communication import computes
 from .step_profile import GroupTimes, RankTimes, StepProfile, StepSkew, Work
-from .trace import Message, Union
+from .trace import Message
 
 _EVEN = [COLLECTIVES.index(kind) for kind in TIMED if kind is not Collective.PUSH]
 """Collectives whose whole tensors have one size on all ranks."""
@@ -55,7 +55,7 @@ def _exposed_ns(jobs: Jobs, rows: Ints) -> Ints:
     exposed = jobs.duration_ns.copy()
     for _, of_device in groups(jobs.device):
         others = of_device[computes(jobs, of_device)]
-        hidden = Union(jobs.start_ns[others], jobs.end_ns[others])
+        hidden = jobs.union(others)
         exposed[of_device] -= hidden.within(jobs.start_ns[of_device], jobs.end_ns[of_device])
     return exposed[rows]
 

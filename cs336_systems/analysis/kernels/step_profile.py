@@ -55,6 +55,14 @@ class StepLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """How many of a kind there were over all steps, and how long they took together."""
+
+    count: Count
+    total_s: Time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
     """Times of one phase; each tuple has one entry per step."""
 
@@ -108,7 +116,7 @@ class CommunicationTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelTimes:
+class KernelTimes(Timed):
     """All launches of one kernel over the steps, in one phase or (`phase` None) in the whole
     step.
     """
@@ -118,8 +126,6 @@ class KernelTimes:
     short_name: str
     kind: KernelClass
     phase: LaunchPhase | None
-    count: Count
-    total_s: Time
     mean_s: Time
     median_s: Time
     min_s: Time
@@ -129,13 +135,11 @@ class KernelTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassTimes:
+class ClassTimes(Timed):
     """All kernels of one class over the steps in one phase."""
 
     kind: KernelClass
     phase: LaunchPhase
-    count: Count
-    total_s: Time
 
 
 class AttentionPart(StrEnum):
@@ -147,13 +151,11 @@ class AttentionPart(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionTimes:
+class AttentionTimes(Timed):
     """All kernels within the ranges around one part of attention over the steps, in forward."""
 
     part: AttentionPart
     phase: LaunchPhase
-    count: Count
-    total_s: Time
     product_count: Count
     product_s: Time
     """Time of the part's matmuls."""
@@ -162,7 +164,7 @@ class AttentionTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleTimes:
+class ModuleTimes(Timed):
     """Kernels launched directly inside a range, not in a range nested in it, over the steps, in
     one phase.
     """
@@ -170,12 +172,10 @@ class ModuleTimes:
     path: tuple[str, ...]
     """Names of the ranges around the launch, the outermost first; empty outside of all modules."""
     phase: LaunchPhase
-    count: Count
-    total_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorTimes:
+class OperatorTimes(Timed):
     """Kernels that calls of one operator with one shape launched over the steps, in one phase."""
 
     name: str
@@ -185,10 +185,7 @@ class OperatorTimes:
     type: str
     """The profiler's name of the first tensor's type."""
     phase: LaunchPhase
-    count: Count
-    """Number of kernels."""
     calls: Count
-    total_s: Time
     flops: Count | None
     """FLOPs of all calls; None where the shape does not say them, and for what is no matmul."""
     bytes: Count | None
@@ -219,7 +216,7 @@ class IdleCause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdleTimes:
+class IdleTimes(Timed):
     """Idle time of the device over the steps, by cause and by the phase of the kernel that ended
     it.
 
@@ -229,20 +226,16 @@ class IdleTimes:
 
     phase: LaunchPhase
     cause: IdleCause
-    count: Count
-    total_s: Time
     median_s: Time | None = None
     longest_s: Time | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyTimes:
+class CopyTimes(Timed):
     """Copies or fills of one kind over the steps, or (`kind` None) all of them."""
 
     kind: str | None
     """Direction and memory: `host to device, pageable`."""
-    count: Count
-    total_s: Time
     alone_s: Time
     """The part of the steps in which such copies ran on the device, and no kernel."""
 
@@ -276,15 +269,13 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostCalls:
+class HostCalls(Timed):
     """Calls of one CUDA function over the steps in one phase; calls that wait have an entry of
     their own.
     """
 
     name: str
     phase: LaunchPhase
-    count: Count
-    total_s: Time
     is_launch: bool
     """The function launches kernels, copies or fills."""
     is_wait: bool
@@ -393,7 +384,7 @@ class StepSkew:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTimes:
+class GroupTimes(Timed):
     """Kernels of one kind of collective in one process group over the steps; sums over those of its
     ranks whose traces are here.
     """
@@ -407,10 +398,8 @@ class GroupTimes:
     here: Count
     """Number of its ranks whose traces are here."""
     collective: Collective
-    count: Count
     bytes: Count | None
     """Bytes of the whole tensors; None where the file does not say them."""
-    total_s: Time
     exposed_s: Time
     """The part in which the device ran no kernel that computes, and no copy."""
     sent_s: Time
@@ -460,13 +449,11 @@ class ReservedPeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceTimes:
+class PlaceTimes(Timed):
     """Kernels that one line of the program launched, over the steps."""
 
     place: Place | None
     """The innermost line outside of libraries; None where it is not known."""
-    count: Count
-    total_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..columns import NO_ROWS, Columns, Ints, Mask
+from ..columns import NO_ROWS, Ints, Mask, chosen
 from .phase_plan import (
     MarkedWindows,
     around_windows,
@@ -26,7 +26,7 @@ from .phase_plan import (
 from .phase_ranges import PhaseRanges, advice
 from .phases import LaunchPhase, PhaseSource
 from .step_profile import StepLabel
-from .trace import MAX_TIME_NS, Nesting, Trace, Union
+from .trace import MAX_TIME_NS, Times, Trace
 
 _NUMBER = re.compile(r"\d+")
 MIN_PERIODS = 3
@@ -38,11 +38,9 @@ MIN_ALIKE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes(Columns):
+class StepTimes(Times):
     """The steps in order, on the host."""
 
-    start_ns: Ints
-    end_ns: Ints
     is_warmup: Mask
 
 
@@ -149,12 +147,13 @@ def _find_steps(
     if main is None:
         return _by_period(trace, names)
     is_forward = windows.among(LaunchPhase.FORWARD)
-    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
     backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
     if (is_forward & ~windows.is_piece).any():
         start, end = _between_forwards(windows)
-        shown_by = "forward and the optimizer" if is_optimizer.any() else "the ranges of forward"
-    elif is_optimizer.any():
+        shown_by = (
+            "forward and the optimizer" if windows.is_update.any() else "the ranges of forward"
+        )
+    elif windows.is_update.any():
         start, end = _between_optimizers(trace, windows, backward, main)
         shown_by = "the ends of the optimizer"
     else:
@@ -175,13 +174,12 @@ def _between_forwards(windows: MarkedWindows) -> tuple[Ints, Ints]:
 
     Without any optimizer, each forward begins a step.
     """
-    is_zero_grad = windows.is_zero_grad
-    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~is_zero_grad
+    is_optimizer = windows.is_update
     forward = np.flatnonzero(windows.among(LaunchPhase.FORWARD))
     if is_optimizer.any():
         num_before = np.cumsum(is_optimizer)[forward]
         forward = forward[np.diff(num_before, prepend=-1) > 0]
-    before = is_zero_grad | windows.among(LaunchPhase.DATA)
+    before = windows.is_zero_grad | windows.among(LaunchPhase.DATA)
     first = forward.copy()
     for _ in range(2):
         first = first - (before[first - 1] & (first > 0))
@@ -201,8 +199,7 @@ def _between_optimizers(
     lie before its backward as in the second step, since the making of the model is not a part of
     it; a single step begins at the first launch.
     """
-    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
-    start, end = windows.start_ns[is_optimizer], windows.end_ns[is_optimizer]
+    start, end = windows.start_ns[windows.is_update], windows.end_ns[windows.is_update]
     if len(backward):
         # an optimizer ends a step if another backward starts before the next optimizer
         num_backwards = np.searchsorted(backward, start)
@@ -302,14 +299,13 @@ def _labels(
         return tuple(names.labels.get(name, StepLabel()) for name in steps.names)
     if not steps.names:
         return ()  # steps that something else shows than ranges may be parts of one
-    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
-    has_optimizer = _has(windows.start_ns[is_optimizer], steps)
+    has_optimizer = _has(windows.start_ns[windows.is_update], steps)
     has_backward = _has(windows.start_ns[windows.among(LaunchPhase.BACKWARD)], steps)
     has_forward = _has(windows.start_ns[windows.among(LaunchPhase.FORWARD)], steps)
     # what was launched in no phase may be a backward that nothing shows
     launch = trace.kernels.launch_ns[trace.kernels.is_launched]
-    in_no_phase = Union(windows.start_ns, windows.end_ns).within(launch, launch + 1) == 0
-    is_forward_only = has_forward & ~_has(launch[in_no_phase], steps) & has_backward.any()
+    in_no_phase = _has(launch[~windows.cover(launch)], steps)
+    is_forward_only = has_forward & ~in_no_phase & has_backward.any()
     kinds = np.select(
         [has_optimizer, has_backward, is_forward_only],
         ["with the optimizer", "without the optimizer", "forward only"],
@@ -328,8 +324,7 @@ def _has(times: Ints, steps: _Steps) -> Mask:
 
 def _passes_per_step(windows: MarkedWindows) -> int | None:
     """How many backwards lie between two optimizers, if it is the same number each time."""
-    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
-    optimizers = windows.end_ns[is_optimizer]
+    optimizers = windows.end_ns[windows.is_update]
     backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD) & ~windows.is_piece]
     if len(optimizers) < 2 or not len(backward):
         return None
@@ -372,7 +367,7 @@ def _step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) 
 
     def is_inside(around: Ints) -> Mask:
         rows = outermost(ranges, rows_named(trace, around))
-        return Nesting(ranges.start_ns[rows], ranges.end_ns[rows]).at(start_ns) >= 0
+        return chosen(ranges, rows).at(start_ns) >= 0
 
     if not len(start_ns):
         measures = outermost(ranges, rows_named(trace, names.measure))

@@ -25,6 +25,7 @@ _DRIVERS_OWN = re.compile(
 Scalar = TypeVar("Scalar", bound=np.generic)
 NOWHERE = -1
 """Process of a range that a profiler marked, and the program did not."""
+ALL = slice(None)
 MAX_TIME_NS = 2**61
 """Largest absolute time (seventy years), so that the difference of two times fits 64 bits."""
 
@@ -45,19 +46,52 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceWork(Columns):
-    """Kernels, or copies and fills, that a device ran."""
+class Times(Columns):
+    """Stretches of time, each with its start and without its end."""
+
+    start_ns: Ints
+    end_ns: Ints
+
+    @property
+    def duration_ns(self) -> Ints:
+        return self.end_ns - self.start_ns
+
+    def at(self, time: Ints) -> Ints:
+        """The row of the innermost stretch around each time, -1 for none."""
+        return Nesting(self.start_ns, self.end_ns).at(time)
+
+    def union(self, rows: Ints | Mask | slice = ALL) -> "Union":
+        """All stretches of these rows together."""
+        return Union(self.start_ns[rows], self.end_ns[rows])
+
+    def cover(self, time: Ints) -> Mask:
+        """Whether each time lies in one of the stretches."""
+        is_inside: Mask = self.union().within(time, time + 1) > 0
+        return is_inside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events(Times):
+    """What threads of the host did."""
 
     name: Ints
     process: Ints
+    thread: Ints
+
+    def by_thread(self, rows: Ints | slice = ALL) -> "GroupNesting":
+        """The nesting of these events on their threads, numbered as the rows are."""
+        return GroupNesting(self.thread[rows], self.start_ns[rows], self.end_ns[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWork(Events):
+    """Kernels, or copies and fills, that a device ran, with the thread that launched each."""
+
     device: Ints
     stream: Ints
-    start_ns: Ints
-    duration_ns: Ints
     is_launched: Mask
     """Whether the trace has the launch; `launch_ns` and `thread` are valid only then."""
     launch_ns: Ints
-    thread: Ints
     call: Ints
     """Row of the launching call in `Trace.api_calls`; -1 for none, as of an operator of the
     host.
@@ -73,21 +107,13 @@ class DeviceWork(Columns):
     it.
     """
 
-    @property
-    def end_ns(self) -> Ints:
-        return self.start_ns + self.duration_ns
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranges(Columns):
-    """Named ranges of time, which the program marked."""
+class Ranges(Events):
+    """Named ranges of time, which the program marked; one that is still open ends with the
+    trace.
+    """
 
-    name: Ints
-    process: Ints
-    thread: Ints
-    start_ns: Ints
-    end_ns: Ints
-    """End of the range; the end of the trace for a range that is still open."""
     is_nested: Mask
     """Pushed and popped on one thread; other ranges may start and end on any thread of the
     process.
@@ -95,77 +121,41 @@ class Ranges(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes(Columns):
+class Nodes(Events):
     """Times in which a thread ran a node of autograd's backward."""
 
-    process: Ints
-    thread: Ints
-    start_ns: Ints
-    end_ns: Ints
     forward: Ints
     """Row in `Trace.operators` of the operator whose gradient the node computes; -1 where the file
     does not show it.
     """
 
 
-NO_NODES = Nodes(process=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, forward=NO_ROWS)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operators(Columns):
+class Operators(Events):
     """Calls of operators by the host: those that launched something themselves, and those of
     forward whose gradients are computed.
     """
 
-    name: Ints
     shape: Ints
     """Index into the strings of the call's dimensions, types and values, as a JSON list of the
     profiler's three lists.
     """
-    thread: Ints
-    start_ns: Ints
-    end_ns: Ints
-
-
-NO_OPERATORS = Operators(
-    name=NO_ROWS, shape=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frames(Columns):
-    """Times in which a function of Python was running, without functions of libraries."""
-
-    name: Ints
-    thread: Ints
-    start_ns: Ints
-    end_ns: Ints
-
-
-NO_FRAMES = Frames(name=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiCalls(Columns):
+class ApiCalls(Events):
     """Calls of the device's runtime and driver by the host."""
 
-    name: Ints
-    process: Ints
-    thread: Ints
-    start_ns: Ints
-    duration_ns: Ints
     correlation: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples(Columns):
+class Samples(Times):
     """Values of a device's counters, each the mean over a short time."""
 
     counter: Ints
     """Index into the trace's strings: its name."""
     device: Ints
-    start_ns: Ints
-    end_ns: Ints
     value: Ints
     """Percent of the highest value."""
 
@@ -180,20 +170,6 @@ class MemoryEvents(Columns):
     time_ns: Ints
     size: Ints
     """Bytes, negative where they are freed."""
-
-
-NO_RANGES = Ranges(
-    name=NO_ROWS,
-    process=NO_ROWS,
-    thread=NO_ROWS,
-    start_ns=NO_ROWS,
-    end_ns=NO_ROWS,
-    is_nested=NO_ROWS.astype(np.bool_),
-)
-NO_SAMPLES = Samples(
-    counter=NO_ROWS, device=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, value=NO_ROWS
-)
-NO_MEMORY = MemoryEvents(kind=NO_ROWS, device=NO_ROWS, time_ns=NO_ROWS, size=NO_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +187,11 @@ class Trace:
     api_calls: ApiCalls
     device_names: tuple[str, ...] = ()
     """Distinct names of the devices; empty if the profile has none."""
-    nodes: Nodes = NO_NODES
+    nodes: Nodes = field(default_factory=Nodes.empty)
     """Nodes of backward; none in a file that does not show them."""
-    operators: Operators = NO_OPERATORS
-    frames: Frames = NO_FRAMES
+    operators: Operators = field(default_factory=Operators.empty)
+    frames: Events = field(default_factory=Events.empty)
+    """Functions of Python that ran, without those of libraries."""
     calls_of_modules: Ranges | None = None
     """Calls of the model's modules, which torch.profiler records beside the program's ranges."""
     has_operators: bool = False
@@ -229,18 +206,22 @@ class Trace:
     """
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
-    library_calls: Ranges = NO_RANGES
+    library_calls: Events = field(default_factory=Events.empty)
     """Calls of cuBLAS, cuDNN and the operating system."""
     messages: tuple[Message, ...] = ()
     """Distinct messages of collectives."""
-    samples: Samples = NO_SAMPLES
-    memory: MemoryEvents = NO_MEMORY
+    samples: Samples = field(default_factory=Samples.empty)
+    memory: MemoryEvents = field(default_factory=MemoryEvents.empty)
     places: tuple[Place, ...] = ()
     """Distinct lines of Python."""
     call_place: Ints = field(default_factory=NO_ROWS.copy)
     """Index into `places` for each of `api_calls`, -1 where none is known; empty if the file has no
     stacks.
     """
+
+    def named(self, events: Events, test: Callable[[str], object]) -> Mask:
+        """Whether the name of each event passes the test."""
+        return of_names(events.name, self.strings, lambda name: bool(test(name)), np.bool_)
 
 
 def with_copies_apart(trace: Trace) -> Trace:
@@ -249,8 +230,7 @@ def with_copies_apart(trace: Trace) -> Trace:
 
     torch.profiler shows copies and fills in CUDA graphs as such kernels.
     """
-    names = [index for index, name in enumerate(trace.strings) if _DRIVERS_OWN.fullmatch(name)]
-    is_copy = np.isin(trace.kernels.name, names)
+    is_copy = trace.named(trace.kernels, _DRIVERS_OWN.fullmatch)
     if not is_copy.any():
         return trace
     copies = joined(trace.copies, chosen(trace.kernels, is_copy))
@@ -267,8 +247,8 @@ def without_call(text: str) -> str:
     return _OF_CALL.sub("", text)
 
 
-def durations(start: Ints, end: Ints, what: str) -> Ints:
-    """End minus start; raise ValueError for times out of range and for negative durations."""
+def check_times(start: Ints, end: Ints, what: str) -> None:
+    """Raise ValueError for times out of range and for negative durations."""
     for times in (start, end):
         # Python's whole numbers, since the absolute value of the least does not fit 64 bits
         worst = max(int(times.min(initial=0)), int(times.max(initial=0)), key=abs)
@@ -284,7 +264,6 @@ def durations(start: Ints, end: Ints, what: str) -> Ints:
     total = length.sum(dtype=np.float64)
     if total > MAX_TIME_NS:
         raise ValueError(f"{what} last {total:.3g} ns together, more than {MAX_TIME_NS}")
-    return length
 
 
 def of_names(
@@ -378,9 +357,8 @@ def forward_of(trace: Trace, thread: Ints, time: Ints) -> tuple[Ints, Ints]:
     """The node of backward that each launch is in, and the row in `Trace.operators` of that node's
     operator of forward; -1 for none.
     """
-    nodes = trace.nodes
-    node = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time)
-    return node, np.append(nodes.forward, -1)[node]
+    node = trace.nodes.by_thread().at(thread, time)
+    return node, np.append(trace.nodes.forward, -1)[node]
 
 
 class Strings:
@@ -449,13 +427,11 @@ class Launches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holes(Columns):
+class Holes(Times):
     """The times within windows at which no interval is open."""
 
     window: Ints
     """Index of the window."""
-    start: Ints
-    end: Ints
     before: Ints
     """Index of an interval that ended at the start; -1 where the window begins there or later."""
     after: Ints
@@ -518,8 +494,8 @@ class Union:
         after = np.where(hole_end[hole] < end[window], np.append(self._first, -1)[hole], -1)
         return Holes(
             window=window,
-            start=np.maximum(hole_start[hole], start[window]),
-            end=np.minimum(hole_end[hole], end[window]),
+            start_ns=np.maximum(hole_start[hole], start[window]),
+            end_ns=np.minimum(hole_end[hole], end[window]),
             before=before,
             after=after,
         )

@@ -129,37 +129,15 @@ def _is_optimizer_state(replay: Replay, callers: Callers) -> Mask:
     return is_state
 
 
-def is_by_autograd(replay: Replay, callers: Callers) -> Mask:
-    """For each stack of the snapshot, whether autograd's engine was the caller: the stack has no
-    Python code, or the engine is the outermost function in it.
-
-    All are False where no event of the snapshot has a stack with Python code: Python's part of the
-    stacks was not recorded then, so that its absence says nothing.
-    """
-    stacks_of_events = replay.memory.events.stack
-    is_recorded = stacks_of_events != NOT_RECORDED
-    has_python = ~callers.is_autograd[stacks_of_events] & is_recorded
-    if has_python.any():
-        return callers.is_autograd
-    return np.zeros_like(callers.is_autograd)
-
-
-def was_there_in_backward(replay: Replay, callers: Callers) -> Mask:
-    """For each allocation, whether autograd allocated memory while it was there."""
-    events = replay.memory.events
-    is_made = (events.action == Action.ALLOC) & is_by_autograd(replay, callers)[events.stack]
-    was_there: Mask = _num_meanwhile(replay, is_made) > 0
-    return was_there
-
-
 def _is_gradient(replay: Replay, callers: Callers) -> Mask:
     """Allocations by autograd that were there while an optimizer worked, or that `zero_grad`
-    freed.
+    freed; none where no stack has Python code, as then it was not recorded.
     """
     rows, events = replay.allocations, replay.memory.events
+    has_python = ~callers.is_autograd[events.stack] & (events.stack != NOT_RECORDED)
     is_used = _num_meanwhile(replay, callers.is_optimizer[events.stack]) > 0
     is_cleared = np.append(callers.is_zero_grad[events.stack], False)[rows.free_requested]
-    is_made = (rows.start != BEFORE) & is_by_autograd(replay, callers)[rows.stack]
+    is_made = (rows.start != BEFORE) & callers.is_autograd[rows.stack] & has_python.any()
     is_gradient: Mask = is_made & (is_used | is_cleared)
     return is_gradient
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from ...text import counted, inert_line
-from ..columns import NO_ROWS, Ints, Mask, ProfileError
+from ..columns import NO_ROWS, Ints, ProfileError
 from .blocks import block_memory
-from .categories import NOT_SIGHTED, LiveSums, categorise, live_sums, resolve, was_there_in_backward
+from .categories import NOT_SIGHTED, LiveSums, categorise, live_sums, resolve
 from .groups import Groups, LabelledSnapshot
 from .names import SEPARATOR
 from .notes import START, Mark, MemoryNotes, notes_path, read_notes
@@ -131,14 +131,15 @@ class _Explanation:
         self._peak = int(self._allocated.argmax())
         sightings = () if notes is None else notes.sightings
         self._phases, sighted_at = NO_PHASES, NO_ROWS
-        self._callers = None if notes else callers_of(snapshot.stacks)
+
         if notes is not None:
             last_oom = max(self._replay.failed_requests, default=NO_MOMENT)
             self._phases = find_phases(memory.events, notes, last_oom)
             positions = [sighting.position for sighting in sightings]
             sighted_at = moments_of(positions, memory.events, notes.end)
         self._row_of = resolve(self._replay.allocations, sightings, sighted_at)
-        category, sighting = categorise(self._replay, sightings, self._row_of, self._callers)
+        callers = None if notes else callers_of(snapshot.stacks)
+        category, sighting = categorise(self._replay, sightings, self._row_of, callers)
         self._labelled = LabelledSnapshot(
             replay=self._replay,
             stacks=snapshot.stacks,
@@ -183,22 +184,8 @@ class _Explanation:
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
             is_expandable=self._snapshot.settings.get("expandable_segments") is True
             or bool(self._memory.segments.is_expandable.any()),
-            backward_bytes=self._backward_bytes(is_live),
             other_devices=self._others,
         )
-
-    def _backward_bytes(self, is_live: Mask) -> int:
-        """Bytes of the activations among the allocations that `is_live` chooses (a mask over all).
-
-        An activation is what later work allocated memory beside (the category LATER), if autograd
-        was among that work: backward ran while it was there. 0 if the snapshot has no stacks, which
-        alone tell what autograd allocated.
-        """
-        if self._callers is None:
-            return 0
-        is_later = self._labelled.category == CATEGORY_CODES[Category.LATER]
-        is_meant = is_live & is_later & was_there_in_backward(self._replay, self._callers)
-        return int(self._replay.allocations.num_bytes[is_meant].sum())
 
     def _peak_moment(self, sums: LiveSums) -> Moment:
         """The memory when most was allocated."""

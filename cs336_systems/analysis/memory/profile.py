@@ -339,10 +339,7 @@ class MemoryProfile:
     """
     is_expandable: bool = False
     """Whether the allocator had expandable segments already."""
-    backward_bytes: Count = 0
-    """The part of `held until later` at the peak during whose life threads without Python code
-    allocated memory, as autograd's do in backward.
-    """
+
     other_devices: tuple[OtherDevice, ...] = ()
     format_version: int = MEMORY_FORMAT_VERSION
 

@@ -124,11 +124,6 @@ def _bounds(finding: Finding, _: str, sums: dict[str, float], truth: Truth) -> I
         yield _at_most(name, said, most, truth)
 
 
-def _late(finding: Finding, phase: str, sums: dict[str, float], truth: Truth) -> Iterator[Claim]:
-    late = truth.idle_at_most(*CAUSES["late launch"])
-    yield _at_most("late launches", sums["idle_s"], late, truth)
-
-
 def _waits(finding: Finding, phase: str, sums: dict[str, float], truth: Truth) -> Iterator[Claim]:
     true = truth.phases_doing(Pause.WAITING)
     said = {WORDS.get(part, str(part)) for part in true}
@@ -170,13 +165,12 @@ _CLAIMS: dict[str, Callable[[Finding, str, dict[str, float], Truth], Iterator[Cl
     "passes": _passes,
     "gap": _gap,
     "bounds": _bounds,
-    "late": _late,
     "waits": _waits,
     "pauses": _pauses,
     "communication": _communication,
     "optimizer": _optimizer,
 }
-_TIMED = frozenset({"limit", "gap", "bounds", "late", "pauses"})
+_TIMED = frozenset({"limit", "gap", "bounds", "pauses"})
 """Codes that are about idle time, which cannot be explained where the file lacks its ends."""
 
 

@@ -58,16 +58,16 @@ def test_union_is_that_of_sets_of_nanoseconds(seed: int) -> None:
     explained = [
         {
             t
-            for w, a, b in zip(holes.window, holes.start, holes.end, strict=True)
+            for w, a, b in zip(holes.window, holes.start_ns, holes.end_ns, strict=True)
             if w == i
             for t in range(a, b)
         }
         for i in range(len(low))
     ]
     assert explained == [set(range(a, b)) - is_open for a, b in zip(low, high, strict=True)]
-    assert (holes.end > holes.start).all()
+    assert (holes.end_ns > holes.start_ns).all()
     for window, a, b, before, after in zip(
-        holes.window, holes.start, holes.end, holes.before, holes.after, strict=True
+        holes.window, holes.start_ns, holes.end_ns, holes.before, holes.after, strict=True
     ):
         assert (before >= 0) == (a > low[window])
         assert before < 0 or end[before] == a

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cs336.analysis.kernels.trace import MAX_TIME_NS, Nesting, durations
+from cs336.analysis.kernels.trace import MAX_TIME_NS, Nesting, check_times
 from tests.analysis.kernels.tracing import ints, make_trace, training
 
 
@@ -22,7 +22,7 @@ from tests.analysis.kernels.tracing import ints, make_trace, training
 )
 def test_times_that_are_none_are_refused(start: list[int], end: list[int], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        durations(ints(start), ints(end), "kernels")
+        check_times(ints(start), ints(end), "kernels")
 
 
 def test_columns_have_one_length() -> None:

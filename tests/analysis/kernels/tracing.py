@@ -110,7 +110,7 @@ def make_trace(recording: Recording) -> Trace:
             process=ints([process_of(c.thread) for c in calls]),
             thread=ints([c.thread for c in calls]),
             start_ns=ints([c.start_ns for c in calls]),
-            duration_ns=ints([c.end_ns - c.start_ns for c in calls]),
+            end_ns=ints([c.end_ns for c in calls]),
             correlation=ints(range(1, len(calls) + 1)),
         ),
     )
@@ -171,7 +171,7 @@ def make_work(
         device=ints([k.device for k in kernels]),
         stream=ints([k.stream for k in kernels]),
         start_ns=ints([k.start_ns for k in kernels]),
-        duration_ns=ints([k.duration_ns for k in kernels]),
+        end_ns=ints([k.start_ns + k.duration_ns for k in kernels]),
         is_launched=np.array([k.launch_ns is not None for k in kernels], dtype=np.bool_),
         launch_ns=ints([k.launch_ns or 0 for k in kernels]),
         thread=ints([0 if k.launch_ns is None else k.thread for k in kernels]),

@@ -16,12 +16,12 @@ from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
 from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, Args, EventBatch, TraceEvents
 from ..kineto_messages import message_of
-from ..kineto_operators import LinkedOperators, frames_of_program, linked_operators, shape_text
+from ..kineto_operators import frames_of_program, linked_operators, shape_text
 from ..trace import (
     NOWHERE,
     ApiCalls,
     DeviceWork,
-    Frames,
+    Events,
     GroupNesting,
     Launches,
     Message,
@@ -30,6 +30,7 @@ from ..trace import (
     Ranges,
     Strings,
     Trace,
+    of_names,
     with_copies_apart,
     without_call,
 )
@@ -79,9 +80,9 @@ def read_kineto(path: Path) -> Trace:
     trace = Trace(
         kernels=work,
         copies=copied,
-        nodes=session.nodes(operators),
+        nodes=Nodes(**session.on_host(operators.nodes), forward=operators.forward),
         operators=session.operators(operators.calls),
-        frames=session.frames(frames.functions),
+        frames=Events(**session.on_host(frames.functions)),
         calls_of_modules=session.ranges_of(frames.modules),
         has_operators=has_operators,
         rank=distributed.rank,
@@ -111,7 +112,7 @@ class _Session:
         self.strings = Strings()
         self.messages: dict[Message, int] = {}
         self.calls = ApiCalls(
-            **self._on_host(calls),
+            **self.on_host(calls),
             correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
         )
         self._launches = Launches(self.calls)
@@ -189,29 +190,22 @@ class _Session:
                 f"have others ({error}): the trace is damaged, record it again",
             ) from error
 
-    def _on_host(self, batch: EventBatch) -> dict[str, Ints]:
-        """Columns of events on the host's threads."""
+    def on_host(self, batch: EventBatch) -> dict[str, Ints]:
+        """The columns of `Events` for what happened on the host's threads."""
         thread = batch.thread
         return {
             "name": self.strings.ids(event.name for event in batch.events),
             "process": self._ints(batch, [process for process, _ in batch.threads])[thread],
             "thread": thread,
             "start_ns": batch.start_ns,
-            "duration_ns": batch.duration_ns,
+            "end_ns": batch.end_ns,
         }
 
     def ranges_of(self, batch: EventBatch) -> Ranges:
         """Events of the host as nested ranges."""
-        columns = self._on_host(batch)
-        names = [without_call(event.name) for event in batch.events]
-        return Ranges(
-            name=self.strings.ids(names),
-            process=columns["process"],
-            thread=columns["thread"],
-            start_ns=batch.start_ns,
-            end_ns=batch.start_ns + batch.duration_ns,
-            is_nested=np.ones(len(batch), dtype=np.bool_),
-        )
+        names = self.strings.ids(without_call(event.name) for event in batch.events)
+        columns = self.on_host(batch) | {"name": names}
+        return Ranges(**columns, is_nested=np.ones(len(batch), dtype=np.bool_))
 
     def work(self, batch: EventBatch, names: Sequence[str]) -> DeviceWork:
         """The device's work, under these names."""
@@ -221,16 +215,18 @@ class _Session:
         process = np.full(len(batch), launched_by, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(names)
-        strings = enumerate(self.strings.all)
-        graph_calls = [index for index, text in strings if GRAPH_LAUNCHES.match(text)]
+        strings = self.strings.all
+        is_graph = of_names(
+            self.calls.name, strings, lambda text: bool(GRAPH_LAUNCHES.match(text)), np.bool_
+        )
         return DeviceWork(
             name=name,
             process=process,
             device=self._ints(batch, [a.ran_on for a in args]),
             stream=self._ints(batch, [a.stream for a in args]),
             start_ns=batch.start_ns,
-            duration_ns=batch.duration_ns,
-            is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
+            end_ns=batch.end_ns,
+            is_in_graph=np.append(is_graph, False)[launch["call"]],
             mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
             message=self._messages(args),
             **launch,
@@ -259,37 +255,10 @@ class _Session:
             self.ranges = joined(self.ranges, marked)
         return np.array([rows.get(text, -1) for text in texts], dtype=np.int64)
 
-    def nodes(self, linked: LinkedOperators) -> Nodes:
-        """The nodes of backward."""
-        columns, batch = self._on_host(linked.nodes), linked.nodes
-        return Nodes(
-            process=columns["process"],
-            thread=columns["thread"],
-            start_ns=batch.start_ns,
-            end_ns=batch.start_ns + batch.duration_ns,
-            forward=linked.forward,
-        )
-
     def operators(self, batch: EventBatch) -> Operators:
         """Calls of operators, with their shapes."""
-        columns = self._on_host(batch)
-        return Operators(
-            name=columns["name"],
-            shape=self.strings.ids(shape_text(event) for event in batch.events),
-            thread=columns["thread"],
-            start_ns=batch.start_ns,
-            end_ns=batch.start_ns + batch.duration_ns,
-        )
-
-    def frames(self, batch: EventBatch) -> Frames:
-        """Calls of the program's functions."""
-        columns = self._on_host(batch)
-        return Frames(
-            name=columns["name"],
-            thread=columns["thread"],
-            start_ns=batch.start_ns,
-            end_ns=batch.start_ns + batch.duration_ns,
-        )
+        shapes = self.strings.ids(shape_text(event) for event in batch.events)
+        return Operators(**self.on_host(batch), shape=shapes)
 
     def work_of_host(self, batch: EventBatch) -> DeviceWork:
         """Operators of the host as work, where each is its own launch and the stream is its
@@ -299,22 +268,19 @@ class _Session:
             raise ProfileError(
                 self.path, f"no kernels of a device and no operators of the host: {HOW_TO_TRACE}"
             )
-        columns = self._on_host(batch)
-        thread, start = columns["thread"], columns["start_ns"]
+        start, none = batch.start_ns, np.full(len(batch), -1, dtype=np.int64)
+        columns = self.on_host(batch)
+        columns["end_ns"] = start + self_times(batch.thread, start, batch.end_ns)
         return DeviceWork(
-            name=columns["name"],
-            process=columns["process"],
+            **columns,
             device=np.zeros_like(start),
-            stream=thread,
-            start_ns=start,
-            duration_ns=self_times(thread, start, columns["duration_ns"]),
+            stream=batch.thread,
             is_launched=np.ones(len(start), dtype=np.bool_),
             launch_ns=start,
-            thread=thread,
-            call=np.full(len(start), -1, dtype=np.int64),
+            call=none,
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
-            mark=np.full(len(start), -1, dtype=np.int64),
-            message=np.full(len(start), -1, dtype=np.int64),
+            mark=none,
+            message=none,
         )
 
 
@@ -340,18 +306,18 @@ def _names(kernels: EventBatch, collectives: Mapping[int | str | None, Args]) ->
     return names
 
 
-def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
+def self_times(thread: Ints, start_ns: Ints, end_ns: Ints) -> Ints:
     """For each interval, its duration without that of the intervals inside it on its thread.
 
     Intervals of one thread nest. If some cross, as in a damaged file, the result is still never
     negative.
     """
-    alone, end_ns = duration_ns.copy(), start_ns + duration_ns
-    lasting = np.flatnonzero(duration_ns > 0)
+    alone: Ints = end_ns - start_ns
+    lasting = np.flatnonzero(alone > 0)
     parent = GroupNesting(thread[lasting], start_ns[lasting], end_ns[lasting]).parent
     inner, outer = lasting[parent >= 0], lasting[parent[parent >= 0]]
     np.subtract.at(alone, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
-    return np.maximum(alone, 0)
+    return alone.clip(0)
 
 
 def recognises(_: Path, head: bytes) -> bool:

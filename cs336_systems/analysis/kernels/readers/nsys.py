@@ -24,6 +24,7 @@ from ..trace import (
     DeviceWork,
     Launches,
     Ranges,
+    Times,
     Trace,
     of_names,
     with_copies_apart,
@@ -153,7 +154,9 @@ class _Export(Tables):
         missing = f"no table {KERNEL_TABLE}"
         if not len(calls):
             return f"{missing}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}"
-        launches = int(ApiCallKind.KERNELS.among(calls.name, self.strings.all).sum())
+        names, does_launch = self.strings.all, ApiCallKind.KERNELS.is_done_by
+        is_launch = of_names(calls.name, names, does_launch, np.bool_)
+        launches = int(is_launch.sum())
         if not launches:
             return (
                 f"{missing}: the host launched no kernel in the recorded time, in which it made "
@@ -182,6 +185,7 @@ class _Export(Tables):
             {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0},
             {"eventClass": 0},
         )
+        self.check_times(CALL_TABLE, start, end)
         # of a call with a stack there are two rows
         names = self.names("ENUM_NSYS_EVENT_CLASS", "name")
         is_stack = np.isin(kind, [number for number, text in names.items() if "BACKTRACE" in text])
@@ -190,7 +194,7 @@ class _Export(Tables):
             process=_process(thread),
             thread=thread,
             start_ns=start,
-            duration_ns=self.durations(CALL_TABLE, start, end),
+            end_ns=end,
             correlation=correlation,
         )
         return chosen(calls, ~is_stack)
@@ -210,13 +214,14 @@ class _Export(Tables):
         start, end, device, stream, process, correlation, kind, graph = self.ints(
             table, needed, {graph_column: 0}
         )
+        self.check_times(table, start, end)
         return DeviceWork(
             name=self._work_names(table, kind),
             process=process,
             device=device,
             stream=stream,
             start_ns=start,
-            duration_ns=self.durations(table, start, end),
+            end_ns=end,
             is_in_graph=graph != 0,
             mark=np.full(len(start), -1, dtype=np.int64),
             message=np.full(len(start), -1, dtype=np.int64),
@@ -275,7 +280,7 @@ class _Export(Tables):
 
         name = of_names(name, strings, plain_name, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
-        self.durations(RANGE_TABLE, start, end)
+        self.check_times(RANGE_TABLE, start, end)
         ranges = Ranges(
             name=name,
             process=_process(thread),
@@ -293,10 +298,9 @@ def _process(thread: Ints) -> Ints:
     return thread >> THREAD_BITS << THREAD_BITS
 
 
-def _last(*parts: DeviceWork | ApiCalls) -> int:
+def _last(*parts: Times) -> int:
     """When the last event of all the parts ended."""
-    ends = [part.start_ns + part.duration_ns for part in parts]
-    return int(np.concatenate(ends).max(initial=0))
+    return int(np.concatenate([part.end_ns for part in parts]).max(initial=0))
 
 
 def recognises(path: Path, head: bytes) -> bool:

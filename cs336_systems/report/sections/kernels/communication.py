@@ -51,7 +51,7 @@ def communication(entries: Sequence[Explained]) -> Section:
         "pass: a collective can begin in a later phase than the one that launched it."
     ]
     return over_configurations(
-        "communication", "Communication", rows, shown, _COMMUNICATION_CSV, notes
+        "communication", "Communication", rows, shown, notes, _COMMUNICATION_CSV
     )
 
 
@@ -134,15 +134,11 @@ def ranks(entries: Sequence[Explained]) -> Section:
             Column(name, "ms", about, key=f"{key}_mean_ms", std=f"{key}_std_ms", write=rounded)
         )
     columns += [column(f"{name}_mean_ms", std=f"{name}_std_ms") for name in _RANK_TIMES]
-    about = "Collectives of a step that this rank alone began last."
-    columns.append(Column("began last", "", about, key="last_per_step", write=count))
     keys = ["rank"]
     for name in (*(f"{name}_wall" for name in names), *_RANK_TIMES):
         keys += [f"{name}_mean_ms", f"{name}_std_ms"]
-    if any(row["last_per_step"] is not None for row in rows):  # not in profiles of before
-        keys.append("last_per_step")
     notes = ["Wall times on each rank's device."]
-    return over_configurations("ranks", "Ranks", rows, columns, keys, notes)
+    return over_configurations("ranks", "Ranks", rows, columns, notes, keys)
 
 
 def rank_rows(entry: Explained) -> Iterator[Row]:
@@ -151,7 +147,6 @@ def rank_rows(entry: Explained) -> Iterator[Row]:
         row = {"rank": times.rank, **_rank_times(times)}
         waited_s = [] if times.waited_s is None else [times.waited_s]
         row["waited_mean_ms"], row["waited_std_ms"] = _mean_std_ms_of_known(waited_s)
-        row["last_per_step"] = ratio(total([times.last or ()]), len(times.last or ()))
         yield row
 
 
@@ -174,7 +169,7 @@ def groups(entries: Sequence[Explained]) -> Section:
     rows = rows_of(entries, group_rows)
     keys = [heading.key for heading in shown] + ["ranks_here", "is_lower_bound"]
     return over_configurations(
-        "groups", "Process groups", rows, shown, keys, _about_groups(rows), shown=_is_among_first
+        "groups", "Process groups", rows, shown, _about_groups(rows), keys, shown=_is_among_first
     )
 
 
@@ -264,17 +259,11 @@ def skew(entries: Sequence[Explained]) -> Section:
         "From the start of the first rank to that of the last one, of the same collective. Its "
         "kernels end together on all ranks, so clocks are not compared."
     ]
-    rows, keys = rows_of(entries, skew_rows), [heading.key for heading in shown]
+    rows = rows_of(entries, skew_rows)
     if len(rows) > MAX_SKEWS:
         notes.append(f"Shown are the first {MAX_SKEWS} of {len(rows)} steps.")
     return over_configurations(
-        "skew",
-        "Skew of ranks",
-        rows,
-        shown,
-        keys,
-        notes,
-        shown=lambda row: row["step"] <= MAX_SKEWS,
+        "skew", "Skew of ranks", rows, shown, notes, shown=lambda row: row["step"] <= MAX_SKEWS
     )
 
 

@@ -281,6 +281,7 @@ def _causes(sides: Sides) -> Finding:
         text = f"What differs most: {named(changed, words)}."
     if parts[:1] != changed[:1] and parts[0].difference:
         text += f" Largest of all, though it may be chance: {words(parts[0])}."
+
     code = "parts" if changed else "parts same"
     return Finding(code=code, text=text, numbers=numbers_of(changed, 1e-9))
 

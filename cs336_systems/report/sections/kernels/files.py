@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....analysis.kernels.phases import LaunchPhase
-from ....analysis.kernels.step_profile import StepProfile, Work, encode_profile
+from ....analysis.kernels.step_profile import StepProfile, Timed, Work, encode_profile
 from ...charts import Drawing, Picture
 from ...columns import Column, Row, column, columns_of
 from ...formats import pngs_of, texts_of, to_markdown, write_files
@@ -25,7 +25,7 @@ from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
 from .operators import operators_section
-from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
+from .sums import WHOLE_STEP, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
 
 if TYPE_CHECKING:

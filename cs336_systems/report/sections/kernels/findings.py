@@ -31,8 +31,8 @@ from .gains import (
     waits_gain_s,
 )
 from .kinds import step_kinds, wall_by_step_s
-from .limits import MIN_LATE_SHARE, Limit, Verdict, late_s, undoubted_limit
-from .recorded import activity_finding, reserved_finding
+from .limits import MIN_LATE_SHARE, Verdict
+from .recorded import activity_finding
 from .sums import added, collectives_s, idle, kernel_s, num_launches, path_text
 
 MIN_LARGE_SHARE = 0.25
@@ -93,7 +93,6 @@ def findings(entry: Explained) -> tuple[Finding, ...]:
     """
     finder = _Findings(entry)
     problems = [
-        *finder.late_phases(),
         *finder.waits(),
         *finder.pauses(),
         *finder.unknown(),
@@ -106,16 +105,13 @@ def findings(entry: Explained) -> tuple[Finding, ...]:
     ]
     problems.sort(key=lambda problem: -problem.cost)
     of_step = [*finder.limit(), *finder.kinds(), *finder.gaps(), *finder.bounds()]
-    recorded = [*activity_finding(finder), *reserved_finding(entry.profile)]
     of_others = [Finding(code="plug-in", text=text) for text in added_findings(entry)]
-    return (*of_step, *problems, *recorded, *of_others)
+    return (*of_step, *problems, *activity_finding(finder), *of_others)
 
 
 def answer(entry: Explained) -> tuple[Finding, ...]:
-    """The first ANSWER sentences; where there are fewer findings, which kernel and which phase
-    take longest.
-    """
-    return (*findings(entry), *_Findings(entry).longest())[:ANSWER]
+    """The first ANSWER sentences."""
+    return findings(entry)[:ANSWER]
 
 
 class _Findings(Verdict):
@@ -150,29 +146,6 @@ class _Findings(Verdict):
             text = f"{text[0].upper()}{text[1:]}"
             numbers = {"copies_s": self.copies_s, "gain_s": copies_gain_s(self.entry)}
             yield self.finding("copies", text, self.copies_s, **numbers)
-
-    def longest(self) -> Iterator[Finding]:
-        """Sentences on the kernel and on the phases that take longest, with their times; the answer
-        has them where other findings leave room.
-        """
-        for kernel in self.kernels[:1] if self.on_device else ():
-            text = (
-                f"The {self.item} that takes longest is {label(kernel.short_name)} "
-                f"({kernel.kind}), {self.of_work(kernel.total_s)} in "
-                f"{self.count(kernel.count, 'launch')}."
-            )
-            numbers = {"kernel_s": kernel.total_s, "launch_count": kernel.count}
-            yield self.finding("longest kernel", text, **numbers)
-        times_s = {times.phase: sum(times.kernel_s) for times in self.profile.phases}
-        shares = [
-            f"{self.where(phase)} {percent_of(time_s, self.kernel_s)}"
-            for phase, time_s in times_s.items()
-            if time_s
-        ]
-        if len(shares) > 1:
-            text = f"Of the {self.time}, {', '.join(shares)}."
-            by_name = {f"{phase} kernel_s": time_s for phase, time_s in times_s.items()}
-            yield self.finding("phases", text, **by_name)
 
     def standing_out(self) -> list[Gap]:
         """Idle times that are much longer than others of their phase and cause, and a part of a
@@ -240,26 +213,6 @@ class _Findings(Verdict):
             return True  # of an older version, which did not keep it
         if_all_median_s = sum(times.count * (times.median_s or 0.0) for times in by_phase)
         return 2 * if_all_median_s >= added(by_phase).total_s
-
-    def late_phases(self) -> Iterator[Finding]:
-        """Phases that the host limits, in a step that it does not limit."""
-        if undoubted_limit(self.entry) is Limit.LAUNCHES:
-            return
-        for times in self.profile.phases:
-            phase = times.phase
-            span = self.entry.span(phase)
-            # an idle time may lie in an earlier phase than the kernel that ends it
-            lost_s, whole_s = min(late_s(self.entry, phase), span.idle_s), span.whole_s
-            # every step starts idle, because nothing is launched yet; so it must also matter for
-            # the whole step
-            if lost_s >= MIN_LATE_SHARE * whole_s > 0 and lost_s >= MIN_SHARE * self.step_s:
-                text = (
-                    f"In {self.where(phase)} the CPU is the limit: of {self.ms(whole_s)} the GPU "
-                    f"is idle {percent_of(lost_s, whole_s)}, because the next of its "
-                    f"{self.count(num_launches(times), 'kernel')} was not launched yet."
-                )
-                numbers = {"idle_s": lost_s, "phase_s": whole_s}
-                yield self.finding(f"late in {phase}", text, lost_s, **numbers)
 
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""

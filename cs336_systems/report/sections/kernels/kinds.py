@@ -66,9 +66,7 @@ def kinds(entries: Sequence[Explained]) -> Section:
         Column("batch", "", "Requests, by the ranges' names.", key="batch", write=str),
         Column("tokens", "", "Tokens, by the ranges' names.", key="tokens", write=str),
     ]
-    rows = rows_of(entries, _rows)
-    keys = [heading.key for heading in columns]
-    return over_configurations("step_kinds", "Steps by kind", rows, columns, keys, [])
+    return over_configurations("step_kinds", "Steps by kind", rows_of(entries, _rows), columns)
 
 
 def _rows(entry: Explained) -> Iterator[Row]:

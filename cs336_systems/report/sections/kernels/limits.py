@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from enum import StrEnum
 
-from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import IdleCause, Work
 from ....analysis.remedies import against_launches
 from ....record import WarningCode
@@ -91,22 +90,17 @@ def _is_one_of_others(entry: Explained) -> bool:
     return is_single and not entry.span().by_clock and left.outside + left.no_launch + left.cut > 0
 
 
-def late_s(entry: Explained, phase: LaunchPhase | None = None) -> float:
-    """Idle time because of late launches in the step or phase.
+def late_s(entry: Explained) -> float:
+    """Idle time because of late launches in the step.
 
     By the clock without a profiler it is what the other causes, which a profiler makes no shorter,
     leave of the time that the device does not work.
     """
-    span = entry.span(phase)
-    late = idle(entry.profile, IdleCause.LATE_LAUNCH, phase).total_s
+    span, late = entry.span(), idle(entry.profile, IdleCause.LATE_LAUNCH).total_s
     if not span.by_clock:
         return late
-    others = added(
-        times
-        for times in entry.profile.idle
-        if times.cause is not IdleCause.LATE_LAUNCH and phase in (None, times.phase)
-    )
-    return min(late, max(span.idle_s - others.total_s, 0.0))
+    others_s = added(entry.profile.idle).total_s - late
+    return min(late, max(span.idle_s - others_s, 0.0))
 
 
 def _was_launch_bound(entry: Explained) -> bool:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
-from ....analysis.kernels.step_profile import CounterMean, StepProfile
+from ....analysis.kernels.step_profile import CounterMean
 from ....costs.accounting import component_flops, mfu, step_flops
 from ...columns import Column, Row, column, columns_of
 from ...section import Finding, Section, over_configurations, rows_of
-from ...words import count, in_percent, label, percent_of, ratio, rounded, significant
+from ...words import count, in_percent, label, percent_of, ratio, rounded
 from .entry import Explained
 from .figures import WHERE, Figures
 from .gains import is_full_precision
@@ -35,8 +35,8 @@ def activity(entries: Sequence[Explained]) -> Section:
         "Means over samples of the device's counters, in % of the highest value. A phase or "
         "module without a row was too short to be seen by them."
     ]
-    rows, keys = rows_of(entries, activity_rows), [heading.key for heading in columns]
-    return over_configurations("activity", "Activity of the GPU", rows, columns, keys, notes)
+    rows = rows_of(entries, activity_rows)
+    return over_configurations("activity", "Activity of the GPU", rows, columns, notes)
 
 
 def activity_rows(entry: Explained) -> Iterator[Row]:
@@ -64,8 +64,8 @@ def reserved(entries: Sequence[Explained]) -> Section:
         Column("peak", "GiB", key="peak_bytes", scale=1 / 2**30, write=rounded),
     ]
     notes = ["What PyTorch and libraries had from the driver, at most at one time."]
-    rows, keys = rows_of(entries, _reserved_rows), [heading.key for heading in columns]
-    return over_configurations("reserved", "Reserved memory", rows, columns, keys, notes)
+    rows = rows_of(entries, _reserved_rows)
+    return over_configurations("reserved", "Reserved memory", rows, columns, notes)
 
 
 def _reserved_rows(entry: Explained) -> Iterator[Row]:
@@ -84,8 +84,8 @@ def lines(entries: Sequence[Explained]) -> Section:
         "Per step: kernels by the innermost line outside of libraries that launched them. A trace "
         "of torch.profiler names the line where a function begins; its backward is that of forward."
     ]
-    rows, keys = rows_of(entries, _line_rows), [heading.key for heading in columns]
-    return over_configurations("lines", "Lines of the program", rows, columns, keys, notes)
+    rows = rows_of(entries, _line_rows)
+    return over_configurations("lines", "Lines of the program", rows, columns, notes)
 
 
 def _line_rows(entry: Explained) -> Iterator[Row]:
@@ -151,13 +151,3 @@ def _reasons(figures: Figures) -> Iterator[str]:
         needed = sum(part.step for part in component_flops(config, causal=True))
         masked = 1 - needed / sum(part.step for part in component_flops(config))
         yield f"MFU counts masked attention, {percent_of(masked)} of it, and the kernels do not"
-
-
-def reserved_finding(profile: StepProfile) -> Iterator[Finding]:
-    """The most memory that was reserved on one device."""
-    for peak in sorted(profile.reserved, key=lambda peak: -peak.peak_bytes)[:1]:
-        text = (
-            f"At most {significant(peak.peak_bytes / 2**30, 3)} GiB of memory ({peak.kind}, device "
-            f"{peak.device}) were reserved at one time, by PyTorch or by libraries."
-        )
-        yield Finding(code="reserved", text=text, numbers={"peak_bytes": peak.peak_bytes})

@@ -6,11 +6,17 @@ Sums are over all steps of a profile; tables divide them by its number of steps.
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ....analysis.kernels.phases import LaunchPhase
-from ....analysis.kernels.step_profile import IdleCause, PhaseTimes, RankTimes, StepProfile, Work
+from ....analysis.kernels.step_profile import (
+    IdleCause,
+    PhaseTimes,
+    RankTimes,
+    StepProfile,
+    Timed,
+    Work,
+)
 from ....text import counted
 from ...words import label
 
@@ -18,23 +24,6 @@ WHOLE_STEP = "step"
 """Name of all phases together in the column of phases."""
 ALL_KINDS = "all"
 """Name of all kinds of collectives or copies together in the column of kinds."""
-
-
-class Timed(Protocol):
-    """Any part of a profile that has a count and a total time."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def total_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Number and total time of some calls."""
-
-    count: int = 0
-    total_s: float = 0.0
 
 
 TimedT = TypeVar("TimedT", bound=Timed)
@@ -47,13 +36,13 @@ def total(by_part: Iterable[Sequence[NumberT]]) -> NumberT:
     return sum(map(sum, by_part))
 
 
-def added(rows: Iterable[Timed]) -> Sum:
+def added(rows: Iterable[Timed]) -> Timed:
     """The sum of counts and of times over all rows."""
     kept = list(rows)
-    return Sum(sum(row.count for row in kept), sum(row.total_s for row in kept))
+    return Timed(count=sum(row.count for row in kept), total_s=sum(row.total_s for row in kept))
 
 
-def grouped(rows: Iterable[TimedT], key: Callable[[TimedT], KeyT]) -> dict[KeyT, Sum]:
+def grouped(rows: Iterable[TimedT], key: Callable[[TimedT], KeyT]) -> dict[KeyT, Timed]:
     """The sums of the rows by key, the longest time first."""
     groups: dict[KeyT, list[TimedT]] = defaultdict(list)
     for row in rows:
@@ -90,7 +79,7 @@ def num_launches(*phases: PhaseTimes) -> int:
     return total(times.launches for times in phases)
 
 
-def idle(profile: StepProfile, cause: IdleCause, phase: LaunchPhase | None = None) -> Sum:
+def idle(profile: StepProfile, cause: IdleCause, phase: LaunchPhase | None = None) -> Timed:
     """Idle times of this cause, in one phase or in all."""
     return added(row for row in profile.idle if row.cause is cause and phase in (None, row.phase))
 

@@ -25,7 +25,6 @@ from .recorded import activity, lines, reserved
 from .sums import (
     ALL_KINDS,
     WHOLE_STEP,
-    Sum,
     added,
     grouped,
     kernel_s,
@@ -99,7 +98,7 @@ def phases(entries: Sequence[Explained]) -> Section:
         )
     rows = rows_of(entries, phase_rows)
     return over_configurations(
-        "phases", "Phases of a step", rows, shown, _PHASE_CSV, notes, shown=is_shown
+        "phases", "Phases of a step", rows, shown, notes, _PHASE_CSV, shown=is_shown
     )
 
 
@@ -187,9 +186,9 @@ def copies(entries: Sequence[Explained]) -> Section:
         ),
         Column("of step", "%", "Share of that in the step.", key="alone_share", write=in_percent),
     ]
-    rows, keys = rows_of(entries, copy_rows), [heading.key for heading in columns]
     notes = ["Alone: no kernel runs meanwhile; % of the step's wall time."]
-    return over_configurations("copies", "Copies and fills", rows, columns, keys, notes)
+    rows = rows_of(entries, copy_rows)
+    return over_configurations("copies", "Copies and fills", rows, columns, notes)
 
 
 def copy_rows(entry: Explained) -> Iterator[Row]:
@@ -223,7 +222,7 @@ def classes(entries: Sequence[Explained]) -> Section:
     keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in kinds.values())]
     item, time = terms(entries[0].profile)
     notes = [f"Shares of the {time}."]
-    return over_configurations("classes", f"Classes of {item}s", rows, columns, keys, notes)
+    return over_configurations("classes", f"Classes of {item}s", rows, columns, notes, keys)
 
 
 def _share(part: float) -> str:
@@ -241,7 +240,7 @@ def class_rows(entry: Explained) -> Iterator[Row]:
             continue
         row: Row = {"phase": name}
         for kind, key in CLASS_KEYS.items():
-            part = sums.get(kind, Sum())
+            part = sums.get(kind, added([]))
             row[f"{key}_share"] = part.total_s / whole_s
             row[f"{key}_ms_per_step"] = part.total_s / profile.num_steps * 1e3
             row[f"{key}_per_step"] = part.count / profile.num_steps
@@ -261,7 +260,7 @@ def attention(entries: Sequence[Explained]) -> Section:
     if not all(row["flops_ratio"] for row in rows):
         notes.append("FLOPs are not known without the record of the run.")
     csv = dict.fromkeys(("phase", "softmax_ms_per_step", *sums, *ratios, *_PART_KEYS))
-    return over_configurations("attention", "Inside attention", rows, shown, [*csv], notes)
+    return over_configurations("attention", "Inside attention", rows, shown, notes, [*csv])
 
 
 _PART_KEYS = [f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES]
@@ -315,7 +314,7 @@ def top_kernels(entries: Sequence[Explained]) -> Section:
     columns = columns_of("of", share, *keys[2:5], name)
     notes = [f"By {time} per step; share of that of forward, or of the step."]
     rows = rows_of(entries, _top_kernels)
-    return over_configurations("top_kernels", f"The longest {item}", rows, columns, keys, notes)
+    return over_configurations("top_kernels", f"The longest {item}", rows, columns, notes, keys)
 
 
 def _top_kernels(entry: Explained) -> Iterator[Row]:

@@ -344,16 +344,6 @@ def _parts(profile: MemoryProfile) -> Iterator[Finding]:
         text = f"{_of_peak(profile, num_bytes)}, {known}{_places(profile, category)}"
         numbers = {"bytes": num_bytes, "peak_bytes": profile.peak.allocated_bytes}
         name = USUAL_NAMES.get(category, "")
-        if category is Category.LATER and (in_backward := profile.backward_bytes):
-            numbers["backward_bytes"] = in_backward
-            name = (
-                f"{size(in_backward)} of it stayed while threads without Python code, as "
-                "autograd's are, made others: most likely activations, of which checkpointing "
-                "holds fewer"
-            )
-        if category is Category.HELD and (like := _like_gradients(profile)):
-            numbers["like_gradients_bytes"] = like
-            name = f"{size(like)} of it as large as the gradients, so most likely parameters"
         text += f": {name}." if name else "."
         yield Finding(code=category, text=text, numbers=numbers)
 
@@ -368,17 +358,3 @@ def _places(profile: MemoryProfile, category: Category) -> str:
             made[made_at(group)] += group.bytes_at_peak
     places = [f"{size(num_bytes)} at {place}" for place, num_bytes in made.most_common(NUM_PLACES)]
     return f" ({', '.join(places)})" if places else ""
-
-
-def _like_gradients(profile: MemoryProfile) -> int:
-    """Bytes of the blocks held throughout that are as many and as large as the gradients at the
-    peak; 0 unless there is such a block for every gradient.
-    """
-    held, gradients = Counter[int](), Counter[int]()
-    for group in profile.at_peak:
-        if group.category is Category.HELD:
-            held[group.requested_bytes] += group.count_at_peak
-        if group.category is Category.GRADIENTS:
-            gradients[group.requested_bytes] += group.count_at_peak
-    is_like = gradients <= held
-    return sum(gradients.elements()) if is_like else 0

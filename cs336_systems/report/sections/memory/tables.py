@@ -157,8 +157,8 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     of_runs = list(_notes_on_runs(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
     keys = tuple(next(_peak(entries[0])))
-    section = over_configurations("peaks", "Peaks of memory", rows, sizes, keys, notes)
-    consist = over_configurations("", "What the peaks consist of", rows, parts, (), of_runs)
+    section = over_configurations("peaks", "Peaks of memory", rows, sizes, notes, keys)
+    consist = over_configurations("", "What the peaks consist of", rows, parts, of_runs, ())
     return replace(section, tables=(*section.tables, *consist.tables))
 
 
@@ -218,7 +218,7 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     notes = [wrong] if wrong else []
     title = "Memory from phase to phase"
     return over_configurations(
-        "boundaries", title, rows, shown, _MOMENT_KEYS, notes, shown=itemgetter("is_shown")
+        "boundaries", title, rows, shown, notes, _MOMENT_KEYS, shown=itemgetter("is_shown")
     )
 
 
@@ -257,7 +257,7 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
     )
     rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:top]))
     notes = ["Those of one size, category, name and place are one row."]
-    return over_configurations("largest", "Largest allocations", rows, shown, _LIKE_KEYS, notes)
+    return over_configurations("largest", "Largest allocations", rows, shown, notes, _LIKE_KEYS)
 
 
 def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:

@@ -1,6 +1,5 @@
 """How tables, pictures and sentences about memory write sizes, moments, shapes and places."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,8 +10,6 @@ from ...words import GIB, MIB, label, significant
 from .entry import difference_bytes
 
 KIB = 2**10
-KEPT_FOLDERS = 2
-"""Last parts of a path that a table shows; the CSV has the whole path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +118,8 @@ def made_at(allocation: LikeAllocations | FailedRequest) -> str:
 
 
 def innermost(places: Sequence[Place]) -> str:
-    """The innermost place with the end of its path, `model/transformer.py:123 softmax`; empty
-    without a stack.
-    """
+    """The innermost place, `model/transformer.py:123 softmax`; empty without a stack."""
     if not places:
         return ""
     place = places[0]
-    path = "/".join(re.split(r"[/\\]", place.file)[-KEPT_FOLDERS:])
-    return f"{label(path)}:{place.line} {label(place.function)}".strip()
+    return f"{label(place.file)}:{place.line} {label(place.function)}".strip()

@@ -34,6 +34,7 @@ from cs336.analysis.kernels.step_profile import (
     Piece,
     RankTimes,
     StepProfile,
+    Timed,
     Window,
     Work,
 )
@@ -84,10 +85,13 @@ def seconds(*times_ms):
 
 
 def make(kind, *values, **fields):
-    """A part of a profile by its fields in their order; of those, times are in milliseconds."""
-    given = {
-        field.name: value for field, value in zip(dataclasses.fields(kind), values, strict=False)
-    }
+    """A part of a profile by its fields in their order, count and time after the two that tell
+    parts apart; of those, times are in milliseconds.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]
+    if issubclass(kind, Timed):
+        names = [*names[2:4], *names[:2], *names[4:]]
+    given = dict(zip(names, values, strict=False))
     for name in (name for name in given if name.endswith("_s")):
         given[name] = seconds(*given[name]) if isinstance(given[name], tuple) else given[name] / 1e3
     return kind(**given, **fields)

@@ -144,14 +144,11 @@ def test_a_run_is_advised_what_it_does_not_do_already(
 
 
 def test_what_stands_out_in_order_with_its_numbers() -> None:
-    limit, bounds, full, optimizer, late, waits, unknown, pause = findings(make_profile())
+    limit, bounds, full, optimizer, waits, unknown, pause = findings(make_profile())
     # 40.2 of 52 ms busy, 6.5 ms late
     assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
     # 5.9 ms without work; waits of 2.01 ms; 0.4 ms between kernels
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms less", bounds)] == [5.9, 2.01, 0.4, 5.9]
-    # 5 of 16 ms
-    assert late.startswith("In forward the CPU is the limit: of 8.00 ms the GPU is idle 31.2 %")
-    assert "7 kernels" in late
     # 2 waits and 2 copies in two steps take 3.02 ms, idle 3 ms
     assert "in backward, 1 time a step (cudaStreamSynchronize after a copy" in waits
     assert "1.51 ms a step" in waits
