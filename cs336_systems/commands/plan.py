@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from ..costs.depth import of_depth
-from ..costs.derivation import Paper, Sizes, feed
+from ..costs.derivation import Sizes
 from ..costs.hardware import DeviceSpec, devices_called
 from ..costs.layout_cost import why_unknown
 from ..costs.networks import links_of
@@ -263,7 +263,6 @@ def _derive(arguments: PlanArguments, training: Training, ceilings: Ceilings) ->
     rate = links.node_bytes_per_s
     if training.gpus > within and links.network_bytes_per_s is not None:
         rate = min(rate, links.network_bytes_per_s)
-    element_bytes = factor_bytes(config.precision)
     sizes = Sizes(
         B=training.step_tokens,
         D=config.model.d_model,
@@ -272,17 +271,12 @@ def _derive(arguments: PlanArguments, training: Training, ceilings: Ceilings) ->
         W=rate,
         X=training.gpus // within,
         Y=within,
-        e=element_bytes,
+        e=factor_bytes(config.precision),
         g=FP32_BYTES,
     )
-    paper = Paper(
-        tokens=training.step_tokens,
-        feed=feed(config.model),
-        flops_per_s=flops_per_s,
-        links=links,
-        element_bytes=element_bytes,
+    section = derivation_section(
+        Derivation(model=config.model, sizes=sizes, node_bytes_per_s=links.node_bytes_per_s)
     )
-    section = derivation_section(Derivation(model=config.model, sizes=sizes, paper=paper))
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
     json = encode_json(list(section.rows)) if arguments.json else None

@@ -18,7 +18,7 @@ from .column import (
 )
 from .profile_columns import OF_PROFILES
 from .quantities import Gain, StepResult
-from .words import amount, count, in_percent, interval_text, rounded, scientific
+from .words import amount, in_percent, interval_text, rounded, scientific
 
 __all__ = ["COLUMNS", "Column", "Row", "column", "columns_of", "short", "three_digits"]
 
@@ -249,18 +249,8 @@ COLUMNS = (
         "compute_ms": rounded_ms(
             "computing", "The step without communication.", 3, doubt="prediction_is_doubted"
         ),
-        "communication_ms": rounded_ms("communication", "All collectives, one after the other.", 4),
-        "slowed_ms": rounded_ms(
-            "slowed",
-            "How much longer kernels take because of the collectives beside them.",
-            4,
-            doubt="prediction_is_doubted",
-        ),
         "exposed_ms": rounded_ms(
             "exposed", "Communication for which the kernels wait.", doubt="prediction_is_doubted"
-        ),
-        "exposed_part": Column(
-            "of step", "%", "Exposed communication over the step.", 2, scale=100, write=short
         ),
         "peak_gib": Column(
             "memory", "GiB", "Peak of the rank that keeps most.", write=three_digits
@@ -290,13 +280,6 @@ COLUMNS = (
         "overlapped_ms": rounded_ms("overlapped", "The longer of computing and sending.", 1),
         "summed_ms": rounded_ms("summed", "Computing and sending, one after the other.", 2),
         "expression": text_column("expression", "As an expression."),
-        "most_ranks": Column(
-            "ranks, at most",
-            "",
-            "Largest number of ranks; beyond a node they fill nodes.",
-            write=count,
-            instead="no_limit",
-        ),
         # the study of attention
         "compile_s": Column(
             "compiling", "s", "The longest compilation of its processes.", 2, write=short

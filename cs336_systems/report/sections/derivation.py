@@ -4,18 +4,10 @@ numbers, and until how many ranks communication takes no longer.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ...config import ModelConfig
-from ...costs.derivation import (
-    Exchange,
-    Paper,
-    Scheme,
-    Sizes,
-    exchanges,
-    largest_ranks,
-    limits,
-    parts_of,
-)
+from ...costs.derivation import Exchange, Scheme, Sizes, exchanges, limits, parts_of
 from ...costs.shards import FP32_BYTES, HALF_BYTES
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
@@ -40,8 +32,8 @@ class Derivation:
     model: ModelConfig
     sizes: Sizes
     """With the rate of the slowest link that the ranks use."""
-    paper: Paper
-    """With the rates of both links."""
+    node_bytes_per_s: float
+    """Rate within a node."""
 
 
 def derivation_section(derivation: Derivation) -> Section:
@@ -58,10 +50,7 @@ def derivation_section(derivation: Derivation) -> Section:
         )
         tables.append(make_table(title, columns_of(*keys), of_part, [note]))
     return Section(
-        name="derivation",
-        tables=(*tables, _limits_table(derivation), _largest_table(derivation)),
-        rows=rows,
-        keys=CSV_COLUMNS,
+        name="derivation", tables=(*tables, _limits_table(derivation)), rows=rows, keys=CSV_COLUMNS
     )
 
 
@@ -113,43 +102,28 @@ def _letters(derivation: Derivation) -> Table:
 
 
 def _limits_table(derivation: Derivation) -> Table:
-    """The inequalities solved for N, with gradients of 2 and of 4 bytes."""
+    """The inequalities solved for N, with gradients of 2 and of 4 bytes, in a node and beyond."""
+    rates = sorted({derivation.sizes.W, derivation.node_bytes_per_s}, reverse=True)
+    choices = product(rates, parts_of(derivation.model), (HALF_BYTES, FP32_BYTES))
     rows: list[Row] = []
-    for part in parts_of(derivation.model):
-        for gradient_bytes in (HALF_BYTES, FP32_BYTES):
-            sizes = replace(derivation.sizes, g=gradient_bytes)
-            for scheme, collective, expression, most in limits(part, sizes):
-                if scheme is not Scheme.DATA and gradient_bytes != HALF_BYTES:
-                    continue
-                named = f"{collective}, g = {gradient_bytes}"
-                rows.append(
-                    {
-                        "part": part.name,
-                        "way": WORDS[scheme],
-                        "collective": named if scheme is Scheme.DATA else collective,
-                        "expression": expression,
-                        "amount": most,
-                    }
-                )
-    note = "On fewer ranks the collectives take no longer than the matmuls beside them."
-    keys = ("part", "way", "collective", "expression", "amount")
-    return make_table("N, at most", columns_of(*keys), rows, [note])
-
-
-def _largest_table(derivation: Derivation) -> Table:
-    """The most ranks of each way over nodes and their network, for one block."""
-    paper, links = derivation.paper, derivation.paper.links
-    rows = [
-        {"way": WORDS[scheme], "most_ranks": largest_ranks(paper, scheme), "no_limit": "no limit"}
-        for scheme in Scheme
-    ]
-    sent = f"Each GPU sends {links.node_bytes_per_s / GIGA:,.0f} GB/s to others of its node"
-    if links.network_bytes_per_s is not None:
-        sent += f", and {links.network_bytes_per_s / GIGA:,.0f} GB/s to other nodes"
-    notes = [
-        f"{sent}. Gradients that are averaged whole have {paper.gradient_bytes} bytes.",
-        "These limits follow from the inequalities of Austin et al. 2025, How to Scale Your "
-        "Model, chapters 5 and 12; cs336_systems/costs/derivation.py derives them.",
-    ]
-    title = f"Largest number of ranks over nodes, for {paper.tokens:,} tokens in a step"
-    return make_table(title, columns_of("way", "most_ranks"), rows, notes)
+    for rate, part, gradient_bytes in choices:
+        sizes = replace(derivation.sizes, g=gradient_bytes, W=rate)
+        for scheme, collective, expression, most in limits(part, sizes):
+            is_data = scheme is Scheme.DATA
+            if is_data or gradient_bytes == HALF_BYTES:
+                row: Row = {
+                    "part": part.name,
+                    "way": WORDS[scheme],
+                    "collective": f"{collective}, g = {gradient_bytes}" if is_data else collective,
+                    "expression": expression,
+                    "amount": most,
+                    "unit": f"at {rate / GIGA:,.0f} GB/s",
+                }
+                rows.append(row)
+    notes = (
+        "On fewer ranks the collectives take no longer than the matmuls beside them.",
+        "From Austin et al. 2025, How to Scale Your Model, chapters 5 and 12; "
+        "cs336_systems/costs/derivation.py derives them.",
+    )
+    keys = ("part", "way", "collective", "expression", "amount", "unit")
+    return make_table("N, at most", columns_of(*keys), rows, notes)
