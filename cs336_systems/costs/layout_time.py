@@ -195,12 +195,18 @@ class _LayoutTimer:
             "pipeline": self._pipeline_s(),
         }
         return LayoutTime(
-            compute_s=layout.accumulate * compute_s,
+            compute_s=layout.accumulate * compute_s + self._added_up_s(),
             exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
             spread=self._kernels.spread,
         )
+
+    def _added_up_s(self) -> float:
+        """Passes that add the gradients of each micro-batch but the first to those before."""
+        elements = self._rank.elements(is_kept=self._layout.shards_parameters)
+        moved_bytes = 3 * FP32_BYTES * elements
+        return (self._layout.accumulate - 1) * self._curves.pass_s(moved_bytes)
 
     def _phases_s(self) -> dict[Phase, float]:
         """Kernels of a micro-batch on the last stage, which has the head."""

@@ -283,3 +283,36 @@ def test_the_input_of_a_block_is_one_tensor_of_the_residual_stream() -> None:
     stream = 4 * config.batch_size * config.model.context_length * config.model.d_model
     blocks = config.model.num_layers
     assert each.kept_bytes == blocks * stream + none.kept_bytes / blocks
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        # Llama 3 8B and 70B, as their files on the Hub have them
+        ((4096, 14_336, 32, 32), 8_030_261_248),
+        ((8192, 28_672, 80, 64), 70_553_706_496),
+    ],
+)
+def test_stages_and_shards_of_known_models_add_up_to_their_parameters(
+    shape: tuple[int, int, int, int], parameters: int
+) -> None:
+    """Of all stages, tensor ranks and shards; vectors that each tensor rank has count once."""
+    d_model, d_ff, num_layers, num_heads = shape
+    model = replace(
+        SIZES["8B"],
+        vocab_size=128_256,
+        context_length=8192,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        attention=Attention.SDPA,
+    )
+    config = run("8B", model=model)
+    whole = Rank(config=config, layout=Layout()).elements(is_kept=False)
+    assert whole == parameters
+    vectors = (2 * num_layers + 1) * d_model
+    rank = Rank(config=config, layout=Layout(tensor=8, shard=4))
+    assert 8 * (rank.elements(is_kept=False) - vectors) + vectors == parameters
+    assert 32 * (rank.elements(is_kept=True) - vectors) + vectors == parameters
