@@ -90,6 +90,10 @@ class LoopFlops:
     """What backward computes again in addition, between checkpoints and in fused attention."""
 
 
+CACHED = "free blocks of PyTorch's allocator"
+"""A category of memory that no tensor holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
     """Memory of the device that one category of tensors held in one part of a model."""
@@ -148,7 +152,7 @@ class OutOfMemory:
     assumptions: tuple[str, ...] = ()
     """What the trace takes for granted, because it was not seen."""
     not_foretold: str = ""
-    """Why there is nothing in `fits`."""
+    """Why there is nothing in `fits`, or nothing with checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+from cs336.costs import kernels
 from cs336.sweep import isolation
 from cs336.sweep.process import STOP_SIGNALS
 
@@ -274,3 +275,13 @@ def little_to_look_through() -> None:
     """Each measurement collects garbage; among all that is there before a file's tests is none."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All matmuls reach the highest rate that was measured, so that a step is its FLOPs over it."""
+    for name, value in {"TILES": ((1, 1),), "TILE_COST": 0.0, "INNER_COST": 0.0}.items():
+        monkeypatch.setattr(kernels, name, value)
+    kernels.Rates.model_s.cache_clear()
+    yield
+    kernels.Rates.model_s.cache_clear()

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ..loop_record import Fit, OutOfMemory
+from ..loop_record import CACHED, Fit, OutOfMemory
 
 GIB = 2**30
 MIB = 2**20
@@ -30,38 +30,41 @@ def _what(told: OutOfMemory) -> str:
         text += f" beside {amount(told.allocated_bytes)} of {amount(told.room_bytes)}"
     by_category = Counter[str]()
     for holder in told.holders:
-        by_category[holder.category] += holder.held_bytes
+        if holder.category != CACHED:
+            by_category[holder.category] += holder.held_bytes
     if by_category:
         ((category, most),) = by_category.most_common(1)
-        text += f"; most was held by {category}: {amount(most)}"
+        text += f"; most is {category}: {amount(most)}"
+        parts = [holder for holder in told.holders if holder.category == category]
+        if parts[0].module:
+            text += f", of {parts[0].module} {amount(parts[0].held_bytes)}"
     return text
 
 
 def _where(told: OutOfMemory) -> Iterator[str]:
     """The module and the lines."""
-    places = []
-    if told.module:
-        places.append(f"in {told.module}")
-    lines = dict.fromkeys(line for line in (told.line, told.called_at) if line)
-    places += [f"at {line}" for line in lines]
-    if places:
-        yield f"it failed {', called '.join(places)}"
+    module = f" in {told.module}" if told.module else ""
+    line = f" at {told.line}" if told.line else ""
+    if module or line:
+        is_below = told.called_at != told.line
+        loop = f", which the loop called at {told.called_at}" if is_below else ""
+        yield f"it failed{module}{line}{loop}"
 
 
 def _advice(told: OutOfMemory) -> Iterator[str]:
     """The batches that fit, and how this is known."""
+    if told.fits:
+        plain, *others = told.fits
+        texts = [_fit(plain)]
+        texts += [_fit(other) for other in others if other.batch_size > plain.batch_size]
+        sizes = " and ".join(map(str, told.traced_batches))
+        known = f"by a trace of the model at batches of {sizes}"
+        taken = "".join(f"; {assumption}" for assumption in told.assumptions)
+        batch = f"what would fit instead of batch {told.batch_size}"
+        yield f"{batch}: {', or '.join(texts)} ({known}{taken})"
     if told.not_foretold:
-        yield f"what would fit is not foretold: {told.not_foretold}"
-    if not told.fits:
-        return
-    plain, *others = told.fits
-    texts = [_fit(plain)]
-    texts += [_fit(other) for other in others if other.batch_size > plain.batch_size]
-    sizes = " and ".join(map(str, told.traced_batches))
-    known = f"by a trace of the model at batches of {sizes}"
-    taken = "".join(f"; {assumption}" for assumption in told.assumptions)
-    batch = f"what would fit instead of batch {told.batch_size}"
-    yield f"{batch}: {', or '.join(texts)} ({known}{taken})"
+        what = "what would fit with checkpoints" if told.fits else "what would fit"
+        yield f"{what} is not foretold: {told.not_foretold}"
 
 
 def _fit(fit: Fit) -> str:

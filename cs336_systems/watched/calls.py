@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,11 @@ class Shape(NamedTuple):
     def is_integer(self) -> bool:
         """Whether it may hold tokens."""
         return bool(self.sizes) and self.dtype in (torch.int64, torch.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a tensor of this shape."""
+        return prod(self.sizes) * self.dtype.itemsize
 
     def tensor(self) -> Tensor:
         """A tensor of this shape, without data."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .tokens import tensors_in
 
@@ -44,6 +45,22 @@ class NotTracedError(Exception):
     """The FLOPs are not known; the message is the reason."""
 
 
+class _NoneOnDevice(TorchFunctionMode):
+    """Copies tensors of a GPU, wherever a model keeps them, without their data."""
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        is_copy = function in (Tensor.__deepcopy__, Tensor.clone)
+        if is_copy and args[0].device.type not in ("cpu", "meta"):
+            return empty(args[0])
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def tracing_copy(model: nn.Module, limit_s: float) -> Iterator["StepTrace"]:
     """Trace what a copy of the model does in this context; `kept_state` must be open."""
@@ -64,7 +81,8 @@ def without_data(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
 
     Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
     """
-    copied = _Copying({} if memo is None else memo).module(model)
+    with _NoneOnDevice():
+        copied = _Copying({} if memo is None else memo).module(model)
     # modules that are evaluated within a model that is trained stay so
     return copied if copied.training else copied.train()
 

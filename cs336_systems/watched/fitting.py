@@ -5,9 +5,10 @@ two batches.
 import copy
 import functools
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Phase
+from ..costs.allocator import SMALL_BYTES
 from ..costs.fit import last_that_fits
 from ..costs.memory import allocated_levels, placed
 from ..costs.tape import Category, Tape, TraceError, interpolated
 from ..files import in_one_line
 from ..loop_record import Fit
 from ..text import inert_line
-from .calls import Call, Several, Shape
+from .calls import Call, Several, Shape, shapes_in
 from .dataless import NotTracedError, empty, tracing_copy, without_data
 from .flops import loss_of
 from .kept_state import kept_state
@@ -40,6 +42,17 @@ IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
 
+class Kept(Enum):
+    """How long a loop has what the model returned."""
+
+    LOSS = auto()
+    """Until its loss is computed, as where it has no name."""
+    BACKWARD = auto()
+    """Until the function returns that runs backward."""
+    STEP = auto()
+    """Until the next step has its own, as where the loop itself gives it a name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """What is known of a loop, to make its steps again."""
@@ -53,8 +66,10 @@ class Loop:
     """The function of torch.nn.functional that the loop computes its loss with, outside of the
     model; None if it is not known.
     """
-    keeps_result: bool = True
-    """Whether the loop has what the model returned until the next step, as by a name."""
+    kept: "Kept"
+    """How long the loop has what the model returned."""
+    beside: tuple[Shape, ...] = ()
+    """Tensors with the batch axis that the loop has beside what it gives the model."""
     keeps_gradients: bool = False
     """Whether gradients are alive in the forward pass."""
 
@@ -63,7 +78,7 @@ class Loop:
         """The size of the batch axis of the first tensor that has one; raise NotTracedError
         without.
         """
-        for shape in _shapes_in((self.call.inputs, self.call.named)):
+        for shape in shapes_in((self.call.inputs, self.call.named)):
             if len(shape.sizes) > self.batch_axis:
                 return shape.sizes[self.batch_axis]
         raise NotTracedError("the model is given no tensor with a batch axis")
@@ -77,8 +92,10 @@ class Fitting:
     """The batch size of the loop."""
     fits: tuple[Fit, ...] = ()
     traced_batches: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What the traces take for granted, because it was not seen."""
     reason: str = ""
-    """Why nothing is known."""
+    """Why nothing is known, or nothing of checkpoints."""
 
 
 def fitting(loop: Loop, room_bytes: int) -> Fitting:
@@ -87,8 +104,11 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
     fits: list[Fit] = []
     batches: tuple[int, ...] = ()
     size: int | None = None
+    reason = ""
+    assumptions: dict[str, None] = {}
     try:
         size = loop.batch_size
+        room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         model = loop.call.model()
         with kept_state([] if model is None else [model]):
@@ -96,16 +116,27 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
                 tapes = {}
                 for batch in batches:
                     limit_s = max(end_s - monotonic(), 0.0)
-                    tapes[batch] = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+                    tapes[batch], taken = _traced(
+                        loop, batch, limit_s, is_checkpointed=is_checkpointed
+                    )
+                    assumptions |= dict.fromkeys(taken)
                 fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
-        if not fits and not isinstance(error, NoBlocksError):
-            return Fitting(batch_size=size, reason=str(error))
-    return Fitting(batch_size=size, fits=tuple(fits), traced_batches=batches)
+        reason = str(error)
+    return Fitting(
+        batch_size=size,
+        fits=tuple(fits),
+        traced_batches=batches,
+        assumptions=tuple(assumptions),
+        reason=reason,
+    )
 
 
-class NoBlocksError(NotTracedError):
-    """The model has no repeated blocks."""
+def _bucket_bytes(model: nn.Module | None) -> int:
+    """What DistributedDataParallel has beside the gradients, in which it sends them."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: bool) -> Fit:
@@ -129,10 +160,13 @@ def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: boo
     )
 
 
-def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) -> Tape:
-    """The tape of the loop's first steps with this batch size; raise NotTracedError with the
-    reason.
+def _traced(
+    loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool
+) -> tuple[Tape, list[str]]:
+    """The tape of the loop's first steps with this batch size, and what it takes for granted;
+    raise NotTracedError with the reason.
     """
+    assumptions: list[str] = []
     model = loop.call.model()
     if model is None:
         raise NotTracedError("the model is gone")
@@ -142,9 +176,8 @@ def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) ->
         if is_checkpointed:
             _put_checkpoints(copied)
         optimizers = [_without_data(optimizer, memo) for optimizer in loop.optimizers]
-        call = _resized(loop, batch)
         with tracing_copy(model, limit_s) as trace:
-            tape = _steps(loop, call, copied, optimizers, trace)
+            tape = _steps(_resized(loop, batch), copied, optimizers, trace, assumptions)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
     except NotTracedError:
@@ -152,34 +185,41 @@ def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) ->
     except Exception as error:  # the user's code may raise anything
         reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
         raise NotTracedError(inert_line(reason)) from error
-    return tape
+    if tape.idle_parameters is not None:
+        assumptions.append("experts are chosen equally often")
+    return tape, assumptions
 
 
 def _steps(
     loop: Loop,
-    call: Call,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     trace: "StepTrace",
+    assumptions: list[str],
 ) -> Tape:
-    """The tape of the first steps, as most loops do them, with a model without data."""
-    inputs, named = call.arguments()
+    """The tape of the first steps, as most loops do them, with a model without data; add what it
+    takes for granted.
+    """
+    inputs, named = loop.call.arguments()
     parameters = list(model.parameters())
-    _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named))])
+    beside = [shape.tensor() for shape in loop.beside]
+    _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named, beside))])
     _note(trace, Category.PARAMETERS, parameters)
     _note(trace, Category.OPTIMIZER_STATE, _states(optimizers))
     for _ in range(STEPS):
         trace.begin(Phase.FORWARD)
         with torch.autocast("cuda", loop.autocast, enabled=loop.autocast is not None):
-            # kept until the next step has its own, unless the loop gives it no name
             result = model(*inputs, **named)
-            loss = loss_of_loop(result, loop.loss)
-        if not loop.keeps_result:
+            loss, assumption = loss_of_loop(result, loop.loss)
+        assumptions[:] = assumption
+        if loop.kept is Kept.LOSS:
             del result
         trace.begin(Phase.BACKWARD)
         if loss is None:
             raise NotTracedError("nothing that the model returns has a gradient")
         loss.backward()
+        if loop.kept is Kept.BACKWARD:
+            del result
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         trace.note(Category.GRADIENTS, gradients)
         trace.begin(Phase.OPTIMIZER)
@@ -210,22 +250,28 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     return [tensor for optimizer in optimizers for tensor in tensors_in(optimizer.state.values())]
 
 
-def loss_of_loop(result: Any, function: str | None) -> Tensor | None:  # noqa: ANN401
-    """The model's own loss, or that of the loop's function for its first result, or their sum."""
+def loss_of_loop(
+    result: Any,  # noqa: ANN401
+    function: str | None,
+) -> tuple[Tensor | None, list[str]]:
+    """The model's own loss, or that of the loop's function for its first result, or the sum of its
+    results; and what is taken for granted.
+    """
     tensors = [value for value in tensors_in((result,)) if value.requires_grad]
     numbers = [value for value in tensors if value.ndim == 0]
-    if len(numbers) == 1 or function is None or not tensors:
-        return loss_of(result)
-    made: Tensor
-    if function not in OF_CLASSES:
-        made = getattr(F, function)(tensors[0], torch.empty_like(tensors[0], requires_grad=False))
-        return made
+    if len(numbers) == 1 or not tensors:
+        return loss_of(result), []
+    if function is None:
+        return loss_of(result), ["the loss outside of the model was not seen, and takes nothing"]
     scores = tensors[0]
-    if scores.ndim < IMAGE_AXES:
-        scores = scores.flatten(0, -2)
-    shape = [*scores.shape[:1], *scores.shape[2:]]
-    made = getattr(F, function)(scores, scores.new_empty(shape, dtype=torch.int64))
-    return made
+    target = torch.empty_like(scores, requires_grad=False)
+    if function in OF_CLASSES:
+        if scores.ndim < IMAGE_AXES:
+            scores = scores.flatten(0, -2)
+        shape = [*scores.shape[:1], *scores.shape[2:]]
+        target = scores.new_empty(shape, dtype=torch.int64)
+    loss = getattr(F, function)(scores, target)
+    return loss, [f"the loss outside of the model is {function}, which its code names"]
 
 
 OF_CLASSES = ("cross_entropy", "nll_loss")
@@ -255,10 +301,16 @@ def function_of(kind: type[nn.Module]) -> str | None:
 
 
 def _put_checkpoints(model: nn.Module) -> None:
-    """Put each block of the model into a checkpoint; raise NoBlocksError without blocks."""
+    """Put each block of the model into a checkpoint, by the model's own way if it has that of
+    transformers, which then keeps no keys and values; raise NotTracedError without blocks.
+    """
+    own_way = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(own_way):
+        own_way(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
     blocks = _blocks(model)
     if not blocks:
-        raise NoBlocksError("the model has no repeated blocks")
+        raise NotTracedError("the model has no repeated blocks")
     for block in blocks:
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
@@ -292,19 +344,36 @@ def _without_data(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> tor
     return copied
 
 
-def _shapes_in(value: Any) -> Iterable[Shape]:  # noqa: ANN401
-    """The tensors among described arguments."""
-    if isinstance(value, Shape):
-        yield value
-    elif isinstance(value, Several):
-        yield from _shapes_in(value.values)
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _shapes_in(part)
+def beside_call(
+    loop: Loop, tensors: Iterable[tuple[Hashable, int]]
+) -> tuple[tuple[Shape, ...], int]:
+    """Which of these tensors, given with their bytes, have the batch axis and are not those of the
+    call; and the bytes of those that have none, as of data that stays on the device.
+    """
+    try:
+        size, axis = loop.batch_size, loop.batch_axis
+    except NotTracedError:
+        return (), 0
+    given = Counter(
+        (shape.sizes, shape.dtype) for shape in shapes_in((loop.call.inputs, loop.call.named))
+    )
+    beside, constant_bytes = [], 0
+    for shape, held in tensors:
+        if not isinstance(shape, Shape):
+            continue
+        # a batch may be a view of all the data
+        is_whole = 2 * shape.num_bytes >= held or held <= SMALL_BYTES
+        if not is_whole or shape.sizes[axis : axis + 1] != (size,):
+            constant_bytes += held
+        elif given[shape.sizes, shape.dtype]:
+            given[shape.sizes, shape.dtype] -= 1
+        else:
+            beside.append(shape)
+    return tuple(beside), constant_bytes
 
 
-def _resized(loop: Loop, batch: int) -> Call:
-    """The call with another batch size."""
+def _resized(loop: Loop, batch: int) -> Loop:
+    """The loop with another batch size."""
     size, axis = loop.batch_size, loop.batch_axis
 
     def resized(value: Any) -> Any:  # noqa: ANN401
@@ -315,4 +384,5 @@ def _resized(loop: Loop, batch: int) -> Call:
             return value._replace(sizes=sizes)
         return value
 
-    return loop.call._replace(inputs=resized(loop.call.inputs), named=resized(loop.call.named))
+    call = loop.call._replace(inputs=resized(loop.call.inputs), named=resized(loop.call.named))
+    return replace(loop, call=call, beside=tuple(map(resized, loop.beside)))

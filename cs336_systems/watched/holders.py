@@ -7,7 +7,7 @@ allocated, and no hook of the user's runs.
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..costs.tape import REPEATED, Category, path_of
 from ..loop_record import Holder
+from .calls import described
 from .tokens import tensors_in
 
 OTHER = "other tensors"
@@ -40,20 +41,25 @@ class Ledger:
         self._bytes = Counter[tuple[str, str]]()
         self._counts = Counter[tuple[str, str]]()
 
-    def claim(self, tensor: Tensor, category: str, module: str = "") -> None:
-        """Count the tensor's storage, if it is on the device and not counted yet."""
+    def claim(self, tensor: Tensor, category: str, module: str = "") -> int:
+        """Count the tensor's storage, and return its bytes; 0 if it is not on the device, or was
+        counted before.
+        """
         part = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
         # sparse and fake tensors have no storage
         with contextlib.suppress(RuntimeError, NotImplementedError):
             if part.device != self._device:
-                return
+                return 0
             storage = part.untyped_storage()
             address = storage.data_ptr()
             if address and address not in self._claimed:
                 self._claimed.add(address)
                 key = str(category), part_of(module)
-                self._bytes[key] += self._block_bytes.get(address, storage.nbytes())
+                held: int = self._block_bytes.get(address, storage.nbytes())
+                self._bytes[key] += held
                 self._counts[key] += 1
+                return held
+        return 0
 
     def holders(self) -> list[Holder]:
         """What was claimed, the largest first."""
@@ -109,16 +115,17 @@ class Graph:
         """`running` is the module that ran last."""
         self.nodes = _sorted_nodes(tensors)
         """In the order in which they were made."""
-        own = {node: _module_of(node, modules) for node in self.nodes}
-        self._own = [node for node, path in own.items() if path is not None]
-        within = _reached(self._own)
-        self._places = _places(own, within, running)
+        parametric = {node: _module_of(node, modules) for node in self.nodes}
+        self._parametric = [node for node, path in parametric.items() if path is not None]
+        within = _reached(self._parametric)
+        self._places = _places(parametric, within, running)
+        self._behind = _behind(self.nodes, set(self._parametric))
 
-    def keeps_result(self, tensors: Iterable[Tensor]) -> bool:
+    def has_result(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these tensors was made by the last module or behind it, and is no number:
         the loop still has what the model returned.
         """
-        last = max((node._sequence_nr() for node in self._own), default=0)
+        last = max((node._sequence_nr() for node in self._parametric), default=0)
         for tensor in tensors:
             with contextlib.suppress(RuntimeError):
                 node: Any = tensor.grad_fn
@@ -126,9 +133,15 @@ class Graph:
                     return True
         return False
 
-    def place(self, node: Any) -> str | None:  # noqa: ANN401
-        """The module of a node; None after the last one."""
-        return self._places.get(node)
+    def category(self, node: Any) -> str:  # noqa: ANN401
+        """What the tensors of a node are for."""
+        if self._places.get(node) is not None:
+            return Category.ACTIVATIONS
+        return Category.LOSS if node in self._behind else OTHER
+
+    def place(self, node: Any) -> str:  # noqa: ANN401
+        """The module of a node; empty behind the last one."""
+        return self._places.get(node) or ""
 
     def next_backward(self) -> str:
         """The module of the last node whose tensors are kept, which is where backward is."""
@@ -188,7 +201,9 @@ def _reached(nodes: Iterable[Any]) -> set[Any]:
     return reached
 
 
-def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[Any, str | None]:
+def _places(
+    parametric: dict[Any, str | None], within: set[Any], running: str
+) -> dict[Any, str | None]:
     """The modules of nodes, which are given in order with those that they take parameters of.
 
     A node without parameters on which a later module depends (`within`) is in the innermost module
@@ -197,20 +212,29 @@ def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[
     """
     behind: dict[Any, str | None] = {}
     following: str | None = None
-    for node, path in reversed(own.items()):
+    for node, path in reversed(parametric.items()):
         if path is not None:
             following = path
         is_last = following is None and running
         behind[node] = following if node in within else (running if is_last else None)
     places: dict[Any, str | None] = {}
     before = ""
-    for node, path in own.items():
+    for node, path in parametric.items():
         before = before if path is None else path
         following = behind[node]
         places[node] = path
         if path is None and following is not None:
             places[node] = _common(before, following)
     return places
+
+
+def _behind(nodes: Iterable[Any], parametric: set[Any]) -> set[Any]:
+    """Those of the nodes, given in order, that depend on these."""
+    behind: set[Any] = set()
+    for node in nodes:
+        if any(before in parametric or before in behind for before, _ in node.next_functions):
+            behind.add(node)
+    return behind
 
 
 def _common(path: str, other: str) -> str:
@@ -248,8 +272,10 @@ def held_by(
     optimizers: Iterable[torch.optim.Optimizer],
     tensors: Sequence[Tensor],
     graph: Graph,
-) -> None:
-    """Claim what the models, their optimizers and the graphs hold, and then the other tensors."""
+) -> list[tuple[Hashable, int]]:
+    """Claim what the models, their optimizers and the graphs hold, and then the other tensors;
+    return what describes these, and their bytes.
+    """
     parameters = [parameter for model in modules.models for parameter in model.parameters()]
     for parameter in parameters:
         ledger.claim(parameter, Category.PARAMETERS, modules.path(parameter) or "")
@@ -266,23 +292,17 @@ def held_by(
                 ledger.claim(tensor, Category.OPTIMIZER_STATE, path or "")
     for node in graph.nodes:
         for tensor in saved_in(node):
-            _claim_of_node(ledger, tensor, graph.place(node))
+            ledger.claim(tensor, graph.category(node), graph.place(node))
+    others = []
     for tensor in tensors:
         node = None
         with contextlib.suppress(RuntimeError):
             node = tensor.grad_fn
-        if node is None:
-            ledger.claim(tensor, OTHER)
-        else:
-            _claim_of_node(ledger, tensor, graph.place(node))
-
-
-def _claim_of_node(ledger: Ledger, tensor: Tensor, place: str | None) -> None:
-    """Claim a tensor of a node in this module, or of one behind the models."""
-    if place is None:
-        ledger.claim(tensor, Category.LOSS)
-    else:
-        ledger.claim(tensor, Category.ACTIVATIONS, place)
+        category = graph.category(node)
+        held = ledger.claim(tensor, category, graph.place(node))
+        if held and category == OTHER:
+            others.append((described(tensor), held))
+    return others
 
 
 def all_tensors() -> list[Tensor]:

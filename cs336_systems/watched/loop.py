@@ -106,7 +106,8 @@ class Watched:
 
     `report()` prints the table and writes the record; `with watch(model, optimizer) as watched:`
     around the loop does so at its end. Where the loop ends before, by an exception, Ctrl-C or the
-    end of the process, what was seen is reported then. Hooks change nothing that the loop computes,
+    end of the process, what was seen is reported then; of a step for which the GPU's memory did not
+    suffice, what held it and which batch fits. Hooks change nothing that the loop computes,
     hold the model weakly, and are not in copies or checkpoints of it; `report()` and `remove()`
     take them away.
 
@@ -509,7 +510,7 @@ class Watched:
         from ..report.answer import table_html
 
         self._settle()
-        if not self.measured:
+        if not self.measured and self._memory_explainer.last is None:
             return f"<p>{len(self.warmup)} of {self.warmup_steps} warm-up steps are done</p>"
         return table_html(self.record())
 

@@ -11,7 +11,7 @@ import linecache
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CellType, CodeType, FrameType, TracebackType
@@ -21,17 +21,17 @@ from torch import nn
 
 from ..config import Device, Phase
 from ..costs.fit import CUDA_CONTEXT_BYTES
-from ..loop_record import Holder, OutOfMemory
+from ..costs.tape import Category
+from ..loop_record import CACHED, Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
-from .fitting import LOSSES, Fitting, Loop, fitting, function_of
-from .holders import OTHER, Graph, Ledger, Modules, all_tensors, held_by
+from .fitting import LOSSES, Fitting, Kept, Loop, beside_call, fitting, function_of
+from .holders import Graph, Ledger, Modules, all_tensors, held_by
 from .observer import Observer
 from .tokens import PassReader
 
 NOT_REACHED = "not reached (buffers within operators, workspaces of libraries)"
 POOLS = "private pools, not reached"
-CACHED = "free blocks of PyTorch's allocator"
 PACKAGE = Path(__file__).parents[1]
 TORCH = Path(torch.__file__).parent
 MAX_LINE = 100
@@ -55,6 +55,8 @@ class DeviceMemory:
     """The most that PyTorch's allocator may take."""
     block_bytes: dict[int, int]
     """The allocator's blocks that hold tensors, by address."""
+    is_expandable: bool
+    """Whether any of its segments grows."""
     pool_bytes: int
     """What private pools, as of CUDA graphs, have given out."""
 
@@ -75,11 +77,12 @@ def device_memory(device: torch.device, message: str) -> DeviceMemory | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     blocks: dict[int, int] = {}
-    pool_bytes = 0
+    pool_bytes, is_expandable = 0, False
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != device.index:
             continue
         address = segment["address"]
+        is_expandable |= bool(segment.get("is_expandable"))
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 blocks[address] = block["size"]
@@ -96,8 +99,25 @@ def device_memory(device: torch.device, message: str) -> DeviceMemory | None:
         allocated=torch.cuda.memory_allocated(device),
         allowed=told if told and fraction == 1 else int(fraction * total),
         block_bytes=blocks,
+        is_expandable=is_expandable,
         pool_bytes=pool_bytes,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a step failed."""
+
+    doing: str
+    line: str
+    called_at: str
+    module: str
+    loss: str | None
+    """The function of the loss that the loop's code names, or that a module computes."""
+    is_named: bool
+    """Whether the code gives a name to what the model returns; False if it failed elsewhere."""
+    kept: Kept
+    """How long a name lasts in the function that calls the model, or fails."""
 
 
 class OutOfMemoryExplainer(Observer):
@@ -113,8 +133,10 @@ class OutOfMemoryExplainer(Observer):
         self._models = [weakref.ref(model) for model in models]
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._reader, self._device = reader, device
-        self._keeps_result = True
-        """Whether the loop still had what the model returned, when it had returned."""
+        self._others: list[tuple[Hashable, int]] = []
+        """What describes the tensors that belong to nothing of the model, and their bytes."""
+        self._has_result = False
+        """Whether the loop had what the model returned, when it had returned."""
         self._fittings: dict[tuple[Loop, int], Fitting] = {}
         """What was traced, by the loop and the room in MiB."""
         self.last: OutOfMemory | None = None
@@ -152,9 +174,8 @@ class OutOfMemoryExplainer(Observer):
         graph = Graph(tensors, modules, running)
         if told.doing == Phase.BACKWARD and not told.module:
             told = replace(told, module=graph.next_backward())
-        if told.doing != Phase.FORWARD:
-            self._keeps_result = graph.keeps_result(tensors)
-        held_by(ledger, modules, self._living_optimizers(), tensors, graph)
+        self._has_result = told.doing != Phase.FORWARD and graph.has_result(tensors)
+        self._others = held_by(ledger, modules, self._living_optimizers(), tensors, graph)
         holders = ledger.holders()
         if memory is None:
             return replace(told, holders=tuple(holders))
@@ -168,10 +189,16 @@ class OutOfMemoryExplainer(Observer):
             others_bytes=memory.others,
         )
 
+    def _kept(self, place: Place) -> Kept:
+        """How long the loop has what the model returned: by its code, and by what was alive."""
+        if not (place.is_named or self._has_result):
+            return Kept.LOSS
+        return Kept.STEP if place.doing == Phase.OPTIMIZER else place.kept
+
     def _living_optimizers(self) -> list[torch.optim.Optimizer]:
         return [one for reference in self._optimizers if (one := reference()) is not None]
 
-    def _with_fits(self, told: OutOfMemory, place: "Place", memory: DeviceMemory) -> OutOfMemory:
+    def _with_fits(self, told: OutOfMemory, place: Place, memory: DeviceMemory) -> OutOfMemory:
         """Add which batches would fit, or why that is not known."""
         call = self._reader.calls.last
         if call is None:
@@ -184,24 +211,26 @@ class OutOfMemoryExplainer(Observer):
             optimizers=tuple(self._living_optimizers()),
             autocast=self._reader.outer_dtype,
             loss=place.loss,
-            keeps_result=place.keeps_result if is_forward else self._keeps_result,
-            keeps_gradients=is_forward and "gradients" in by_category,
+            kept=self._kept(place),
+            keeps_gradients=is_forward and Category.GRADIENTS in by_category,
         )
-        assumptions = []
-        if place.loss is not None:
-            assumptions.append(f"the loss outside of the model is taken as {place.loss}")
-        room = memory.room - by_category.get(OTHER, 0)
+        beside, constant_bytes = beside_call(loop, self._others)
+        loop = replace(loop, beside=beside)
+        room = memory.room - constant_bytes
         key = replace(loop, optimizers=()), room >> 20  # holds no optimizer
         if key not in self._fittings:
             self._fittings[key] = fitting(loop, room)
-        found = self._fittings[key]
+        answer = self._fittings[key]
+        assumptions = list(answer.assumptions)
+        if memory.is_expandable:
+            assumptions.append("segments of the allocator do not grow")
         return replace(
             told,
-            batch_size=found.batch_size,
-            fits=found.fits,
-            traced_batches=found.traced_batches,
+            batch_size=answer.batch_size,
+            fits=answer.fits,
+            traced_batches=answer.traced_batches,
             assumptions=tuple(assumptions),
-            not_foretold=found.reason,
+            not_foretold=answer.reason,
         )
 
 
@@ -216,40 +245,29 @@ def _with_rest(holders: list[Holder], memory: DeviceMemory) -> Iterator[Holder]:
             yield Holder(category=category, held_bytes=size, count=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a step failed."""
-
-    doing: str
-    line: str
-    called_at: str
-    module: str
-    loss: str | None
-    """The function of the loss that the loop's code names, or that a module computes."""
-    keeps_result: bool
-    """Whether the code gives a name to what the model returns; True if it failed elsewhere."""
-
-
 def place_of(error: BaseException, modules: Modules) -> Place:
     """Read the place from the traceback of the error."""
     entries = list(_entries(error))
     frames = [(entry.tb_frame, entry.tb_lineno) for entry in entries]
     lines = [pair for pair in frames if _is_theirs(pair[0].f_code)]
     paths = [path for frame, _ in frames if (path := _module_of(frame, modules)) is not None]
-    names = {frame.f_code.co_name for frame, _ in frames}
+    codes = {frame.f_code for frame, _ in frames}
+    names = {code.co_name for code in codes}
+    is_named, kept = _naming(entries, modules)
     doing = Phase.OTHER
     if BACKWARD in names:
         doing = Phase.BACKWARD
-    elif paths:
+    elif paths and nn.Module._call_impl.__code__ in codes:
         doing = Phase.FORWARD
-    elif any(Path(frame.f_code.co_filename).is_relative_to(TORCH / "optim") for frame, _ in frames):
+    elif _updates([frame for frame, _ in frames]):
         doing = Phase.OPTIMIZER
     return Place(
         doing=doing,
         line=_shown(*lines[-1]) if lines else "",
         called_at=_shown(*lines[0]) if lines else "",
         module=paths[-1] if paths else "",
-        keeps_result=_names_result(entries, modules),
+        is_named=is_named,
+        kept=kept,
         loss=_loss_named([frame.f_code for frame, _ in lines]),
     )
 
@@ -262,9 +280,9 @@ def _entries(error: BaseException) -> Iterator[TracebackType]:
         entry = entry.tb_next
 
 
-def _names_result(entries: Sequence[TracebackType], modules: Modules) -> bool:
-    """Whether the innermost code of the loop that does not just return what the model returns
-    stores it.
+def _naming(entries: Sequence[TracebackType], modules: Modules) -> tuple[bool, Kept]:
+    """Whether the innermost function of the loop that does not just return what it is returned
+    stores it, and how long its names last.
     """
     outside = []
     for entry in entries:
@@ -275,9 +293,13 @@ def _names_result(entries: Sequence[TracebackType], modules: Modules) -> bool:
     for entry in reversed(outside):
         code = entry.tb_frame.f_code
         later = [step for step in dis.get_instructions(code) if step.offset > entry.tb_lasti]
-        if later and later[0].opname != "RETURN_VALUE":
-            return later[0].opname.startswith(("STORE", "UNPACK"))
-    return True
+        if later and later[0].opname == "RETURN_VALUE":
+            continue
+        kept = Kept.BACKWARD if "backward" in code.co_names else Kept.LOSS
+        if entry is outside[0]:
+            kept = Kept.STEP
+        return bool(later) and later[0].opname.startswith(("STORE", "UNPACK")), kept
+    return False, Kept.STEP
 
 
 def _is_theirs(code: CodeType) -> bool:
@@ -313,6 +335,21 @@ def _module_of(frame: FrameType, modules: Modules) -> str | None:
         if id(value) in modules.paths and _is_method(type(value), frame.f_code):
             return modules.paths[id(value)]
     return None
+
+
+def _updates(frames: Sequence[FrameType]) -> bool:
+    """Whether the innermost of these frames that is an optimizer's or the loop's is an optimizer's:
+    a closure that an optimizer calls is the loop's.
+    """
+    for frame in reversed(frames):
+        code = frame.f_code
+        if Path(code.co_filename).is_relative_to(TORCH / "optim"):
+            return True
+        if _is_theirs(code):
+            values = [type(value) for value in gc.get_referents(frame)]
+            optimizers = [kind for kind in values if issubclass(kind, torch.optim.Optimizer)]
+            return any(_is_method(kind, code) for kind in optimizers)
+    return False
 
 
 def _content(cell: CellType) -> object:

@@ -23,7 +23,6 @@ from cs336.config import (
     Profiler,
     RunConfig,
 )
-from cs336.costs import kernels
 from cs336.costs.accounting import count_parameters
 from cs336.costs.communication import Collective, CollectiveCall, calls, stages
 from cs336.costs.curves import Curves
@@ -50,13 +49,6 @@ RUN = RunConfig(
 )
 RATE = 1e12
 HEAD = "lm_head"
-
-
-@pytest.fixture(autouse=True)
-def _one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All matmuls have one rate, so that a step is its FLOPs over it."""
-    for name, value in {"TILES": ((1, 1),), "TILE_COST": 0.0, "INNER_COST": 0.0}.items():
-        monkeypatch.setattr(kernels, name, value)
 
 
 def curves(bandwidth: float = 1e18) -> Curves:
@@ -297,6 +289,7 @@ PARALLEL = {Scheme.DATA: Parallel.DDP, Scheme.SHARDED: Parallel.FSDP}
 """The ways of the inequalities whose steps are forecast by `--parallel`."""
 
 
+@pytest.mark.usefixtures("one_rate")
 @pytest.mark.parametrize("sequences", [2**4 * 3**3 * 5 * 7, 2**16])
 @pytest.mark.parametrize("scheme", PARALLEL)
 def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, sequences: int) -> None:

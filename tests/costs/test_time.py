@@ -30,7 +30,7 @@ from cs336.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336.costs import kernels, traces
+from cs336.costs import traces
 from cs336.costs.accounting import (
     Component,
     component_flops,
@@ -74,8 +74,6 @@ FAST = {
 """What `--fast` chooses on a GPU."""
 RATE = 1e12
 BANDWIDTH = 1e9
-ONE_RATE = {"TILES": ((1, 1),), "TILE_COST": 0.0, "INNER_COST": 0.0}
-"""A model of kernels in which all matmuls have one rate."""
 
 
 def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) -> Curves:
@@ -324,11 +322,8 @@ def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(
 # the whole prediction
 
 
-def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in ONE_RATE.items():
-        monkeypatch.setattr(kernels, name, value)
+@pytest.mark.usefixtures("one_rate")
+def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate() -> None:
     slow = curves(rate=1e6)  # so slow that no pass matters
     forecast = step_time(RUN, slow)
     assert forecast is not None

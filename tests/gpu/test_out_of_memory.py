@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336 import watch
 from cs336.config import SIZES, Attention
+from cs336.measure.failure import classify
 from cs336.model.transformer import TransformerLM
+from cs336.record import Status
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(600)]
 GIB, STEPS, VOCABULARY = 2**30, 3, 8192
@@ -313,7 +316,10 @@ def outcome(case, batch_size, wrap=None):
     fits = True
     try:
         train(case, batch_size, wrap=wrap)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        # cuBLAS and cuDNN raise their own errors
+        if classify(error) is not Status.OOM and "ALLOC_FAILED" not in str(error):
+            raise
         fits = False
     peaks = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     empty()
@@ -342,7 +348,9 @@ def measured(case, tmp_path):
     row = {"name": case.name, "asked": case.asked, "room_gib": case.room_gib}
     with room(case.room_gib):
         before = torch.cuda.memory_allocated()
+        begun = perf_counter()
         told = explained(case, tmp_path)
+        row["explained_s"] = perf_counter() - begun
         empty()
         row["left"] = torch.cuda.memory_allocated() - before
         row |= {"doing": told.doing, "module": told.module, "why": told.not_foretold}
@@ -387,7 +395,11 @@ def shown(value):
 def test_the_advised_batch_fits_and_one_more_does_not(tmp_path, no_pictures):
     table = []
     for case in CASES:
-        table.append(measured(case, tmp_path))
+        try:
+            row = measured(case, tmp_path)
+        except Exception as error:  # the other cases are of use too
+            row = {"name": case.name, "error": repr(error)[:300]}
+        table.append(row)
         print(" ".join(f"{key}={shown(value)}" for key, value in table[-1].items()), flush=True)
     if path := os.environ.get("OUT_OF_MEMORY_CSV"):
         keys = list(dict.fromkeys(key for row in table for key in row))
@@ -401,4 +413,4 @@ def test_the_advised_batch_fits_and_one_more_does_not(tmp_path, no_pictures):
     assert not [row["name"] for row in table if not row.get("fits")]
     assert not [row["name"] for row in table if row.get("checkpointed_fits") is False]
     assert sum(row["more_fails"] for row in advised) >= 10
-    assert all(row["held_is_reserved"] and row["left"] == 0 for row in table)
+    assert not [row["name"] for row in table if not row["held_is_reserved"] or row["left"]]

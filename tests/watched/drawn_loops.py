@@ -367,11 +367,16 @@ class Loop:
             "keyboard": KeyboardInterrupt(),
             "memory": torch.OutOfMemoryError("CUDA out of memory"),
         }
-        where = {"keyboard": "forward", "memory": "forward"}.get(draw.fault, draw.fault)
+        where = {"keyboard": "forward", "memory": self.memory_place}.get(draw.fault, draw.fault)
         if draw.fault in errors:
             self.model.fault = where, errors[draw.fault]
         if draw.fault == "hook":
             self.broken = self.model.register_forward_pre_hook(broken_hook)
+
+    @property
+    def memory_place(self):
+        """Where memory does not suffice."""
+        return ("forward", "backward", "loss")[self.draw.seed % 3]
 
     # how it is run
 
@@ -552,6 +557,11 @@ def said_falsely(loop):
 def facts_said_falsely(loop, record):
     """What is said of tokens, lengths and precision that is not so."""
     false = []
+    if torch.OutOfMemoryError in [kind for kind, _ in loop.errors]:
+        told = record.seen.out_of_memory
+        doing = {"loss": "other"}.get(loop.memory_place, loop.memory_place)
+        if told is None or told.doing != doing:
+            false.append(f"out of memory in {doing}: {told}")
     tokens = loop.clock.tokens[WARMUP:]
     if record.seen.tokens and list(record.seen.tokens) != tokens:
         false.append(f"tokens {record.seen.tokens}, not {tokens}")

@@ -4,11 +4,11 @@ the step was, and which batch would fit.
 
 import contextlib
 import gc
-import io
 import random
-import weakref
+import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ from cs336 import watch
 from cs336.config import Phase
 from cs336.costs.tape import Category
 from cs336.record import Status, load_records
-from cs336.watched import out_of_memory
+from cs336.watched import observer, out_of_memory
 from cs336.watched.holders import part_of
 
 DRAWS = 16
 PLACES = ("forward", "loss", "backward", "optimizer")
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB"
 OPTIMIZERS = {
-    "SGD": (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0),
-    "momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1),
-    "AdamW": (lambda parameters: torch.optim.AdamW(parameters, lr=0.1), 2),
+    "SGD": (partial(torch.optim.SGD, lr=0.1), 0),
+    "momentum": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+    "AdamW": (partial(torch.optim.AdamW, lr=0.1), 2),
 }
 """Optimizers, and how many tensors like a parameter each keeps of it."""
 
@@ -135,6 +135,18 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def failing(kind, fault):
+    """An optimizer of this kind that may fail."""
+
+    class Failing(kind):
+        def step(self, closure=None):
+            if fault.armed:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return super().step(closure)
+
+    return Failing
+
+
 class Loop:
     """A drawn loop, whose last step fails."""
 
@@ -143,6 +155,8 @@ class Loop:
         self.draw, self.model = draw, Model(draw)
         self.optimizer = OPTIMIZERS[draw.optimizer][0](self.model.parameters())
         self.losses = []
+        if draw.place == "optimizer":
+            self.optimizer.__class__ = failing(type(self.optimizer), self.model.fault)
 
     def step(self):
         tokens = torch.arange(self.draw.batch * 7).reshape(self.draw.batch, 7) % 11
@@ -153,8 +167,6 @@ class Loop:
             loss = self.loss(self.model(tokens), tokens)
         self.losses.append(loss.item())
         loss.backward()
-        if self.model.fault.armed and self.draw.place == "optimizer":
-            self.optimizer.step(self.fails)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -163,9 +175,6 @@ class Loop:
         if self.model.fault.armed and self.draw.place == "loss":
             raise torch.OutOfMemoryError(MESSAGE)
         return loss
-
-    def fails(self):
-        raise torch.OutOfMemoryError(MESSAGE)
 
     def run(self, step=contextlib.nullcontext):
         """Run the steps; the last one raises."""
@@ -284,9 +293,9 @@ def saved_until_failure(draw):
             packed[storage.data_ptr()] = entry
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            loop.run()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with pytest.raises(torch.OutOfMemoryError) as caught, hooks:
+        loop.run()
     for tensor in loop.model.parameters():
         packed.pop(tensor.untyped_storage().data_ptr(), None)
     saved = Counter()
@@ -307,4 +316,160 @@ def test_activations_are_told_by_module(seed, tmp_path):
         if holder.category in (Category.ACTIVATIONS, Category.LOSS):
             by_part[holder.module] += holder.held_bytes
     missed = sum((saved - by_part).values())
-    print(missed / sum(saved.values()), dict(saved), dict(by_part))
+    assert missed == 0
+
+
+def kept_after(draw, make_step):
+    """Whether what a loop has made is gone with the exception, without the garbage collector."""
+    loop = Loop(draw)
+    step = make_step(loop)
+    gc.collect()
+    gc.disable()
+    try:
+        with AllStorages() as storages, contextlib.suppress(torch.OutOfMemoryError):
+            loop.run(step)
+    finally:
+        gc.enable()
+    loop.optimizer.state.clear()
+    loop.model.zero_grad()
+    for parameter in loop.model.parameters():
+        storages.seen.pop(parameter.untyped_storage().data_ptr(), None)
+    return storages.alive_bytes()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_of_the_step_is_kept(place, tmp_path):
+    draw = replace(drawn(1), place=place)
+    loops = []
+
+    def watching(loop):
+        loops.append(watch(loop.model, loop.optimizer, warmup_steps=0, output=tmp_path))
+        return loops[-1].step
+
+    assert kept_after(draw, watching) == kept_after(draw, lambda _: contextlib.nullcontext) == 0
+    loops[0].remove()
+
+
+def functions_of(error):
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_the_exception_goes_on_as_it_is(tmp_path, monkeypatch):
+    draw = replace(drawn(1), place="forward")
+    errors = []
+
+    def fail(*_):
+        errors.append(torch.OutOfMemoryError(MESSAGE))
+        raise errors[-1]
+
+    monkeypatch.setattr(Block, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError) as plain:
+        Loop(draw).run()
+    _, caught, _ = explained(Loop(draw), tmp_path)
+    assert caught.value is errors[1]
+    ours = [name for name in functions_of(caught.value) if name != "explained"]
+    theirs = functions_of(plain.value)[1:]
+    assert [name for name in ours if name in theirs][-len(theirs) :] == theirs
+
+
+def test_a_failing_explanation_is_only_noted(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    draw = replace(drawn(2), place="loss", steps_before=0)
+    for name in ("place_of", "all_tensors", "describe"):
+        with monkeypatch.context() as patched:
+            patched.setattr(out_of_memory, name, broken)
+            told, caught, watched = explained(Loop(draw), tmp_path)
+            assert caught.value.args == (MESSAGE,)
+            assert told.requested_bytes == 20 * 2**20
+            assert watched.record().status is Status.OOM
+    observer.TROUBLES.clear()
+
+
+def test_the_record_of_a_loop_without_a_measured_step_says_why(tmp_path, capsys):
+    draw = replace(drawn(3), place="backward", steps_before=0)
+    told, _, watched = explained(Loop(draw), tmp_path)
+    watched.report(page=False)
+    (record,), problems = load_records(watched.directory / "runs")
+    assert not problems
+    assert record.status is Status.OOM
+    assert record.seen.out_of_memory == told
+    printed = capsys.readouterr().out
+    assert "20.00 MiB" in printed
+    assert "self.step()" in printed
+    for holder in told.holders:
+        assert holder.category in printed
+
+
+def test_the_end_of_the_loop_reports_it(tmp_path, capsys):
+    loop = Loop(replace(drawn(3), place="forward", steps_before=0))
+    watched = watch(loop.model, loop.optimizer, output=tmp_path)
+    with pytest.raises(torch.OutOfMemoryError) as caught, watched:
+        loop.run(watched.step)
+    assert caught.value.args == (MESSAGE,)
+    (record,), _ = load_records(watched.directory / "runs")
+    assert record.seen.out_of_memory.doing == Phase.FORWARD
+    assert record.seen.out_of_memory.module in capsys.readouterr().out
+
+
+class Chain(nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width, bias=False), nn.Identity()) for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_batch_that_is_advised_follows_from_arithmetic(seed, tmp_path, monkeypatch):
+    chance = random.Random(seed)
+    width, layers = 128 * chance.randint(2, 5), chance.randint(3, 8)
+    rows, asked = 128 * chance.randint(8, 16), chance.randint(2, 40)
+    model = Chain(width, layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample, weights = 4 * rows * width, 4 * layers * width**2
+    constant = torch.empty(chance.randint(0, 2**24))
+    room = 3 * weights + 200 * sample + 4 * constant.numel() + 2**28
+    monkeypatch.setattr(out_of_memory, "device_memory", lambda *_: memory_of(room))
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    model.layers[-1].register_forward_hook(fail)
+    x = torch.empty(asked, rows, width)
+    with pytest.raises(torch.OutOfMemoryError), watched.step():
+        F.mse_loss(model(x), x)
+    watched.remove()
+    told = watched.record().seen.out_of_memory
+    assert not told.not_foretold
+    assert told.batch_size == asked
+    plain, checkpointed = told.fits
+    # beside the input, which is the target too: what each layer returns, and in backward two
+    # gradients; the weights and their gradients; two workspaces of cuBLAS, of at most 32 MiB each
+    free = room - 4 * constant.numel() - 2 * weights
+    most, least = free / sample / (layers + 1), (free - 2**27) / sample / (layers + 5)
+    assert int(least) <= plain.batch_size <= most
+    # of checkpoints only what each block is given is kept, which is here what it returns
+    assert abs(checkpointed.batch_size - plain.batch_size) <= 0.3 * plain.batch_size
+    del constant
+
+
+def memory_of(room):
+    """A GPU on which PyTorch's allocator may have so much."""
+    return out_of_memory.DeviceMemory(
+        total=2**40,
+        free=2**40,
+        reserved=0,
+        allocated=0,
+        allowed=room,
+        block_bytes={},
+        is_expandable=False,
+        pool_bytes=0,
+    )
