@@ -29,7 +29,18 @@ from cs336.config import (
     SdpaBackend,
 )
 from cs336.files import MAX_BYTES, write_atomically
-from cs336.loop_record import Cause, LoopFlops, LoopRank, LoopRecord, MemoryGrowth, Pause, SlowStep
+from cs336.loop_record import (
+    Cause,
+    Fit,
+    Holder,
+    LoopFlops,
+    LoopRank,
+    LoopRecord,
+    MemoryGrowth,
+    OutOfMemory,
+    Pause,
+    SlowStep,
+)
 from cs336.record import (
     FORMAT_VERSION,
     RUNS,
@@ -143,6 +154,25 @@ FULL = RunRecord(
         ),
         growth=MemoryGrowth(bytes_per_step=0.5, since_step=2, to_step=9, holders=("a list",)),
         syncs_per_update=4,
+        out_of_memory=OutOfMemory(
+            step=-1,
+            doing="forward",
+            requested_bytes=2**40,
+            line="a.py:1",
+            called_at="b.py:2",
+            module="layers.0",
+            allocated_bytes=1,
+            reserved_bytes=2,
+            total_bytes=3,
+            room_bytes=4,
+            others_bytes=5,
+            holders=(Holder(category="activations", module="layers.*", held_bytes=1, count=2),),
+            batch_size=6,
+            fits=(Fit(batch_size=2, is_checkpointed=True, peak_bytes=2**40, reserved_bytes=3),),
+            traced_batches=(1, 2),
+            assumptions=("one",),
+            not_foretold="a reason",
+        ),
         rank=LoopRank(
             rank=1,
             world_size=2,

@@ -95,6 +95,7 @@ class ForecastArguments(flags.OutputArguments):
     "size",
     "context_length",
     "batch_size",
+    "accumulate_steps",
     "mode",
     "precision",
     "optimizer",

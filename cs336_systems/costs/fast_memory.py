@@ -150,11 +150,14 @@ class FastMemory:
         is_whole_loss = self.config.loss_chunks == 1
         beside_bytes = self.head_bytes if is_whole_loss else self.logits_bytes
         stream_gradient_bytes = self.tokens * HALF_BYTES * self.config.model.d_model
+        # gradients of the micro-batches before
+        earlier_bytes = self.gradient_bytes if self.config.accumulate_steps > 1 else 0
+        saved_bytes = self.saved_bytes + earlier_bytes
         return self.held_bytes + max(
             # backward of the head, in which the logits hold their gradients
-            self.saved_bytes + beside_bytes + stream_gradient_bytes,
+            saved_bytes + beside_bytes + stream_gradient_bytes,
             # backward of the last block
-            self.saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
+            saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
             # the end of backward
             self.gradient_bytes + self.more_in_backward_bytes,
         )

@@ -127,8 +127,8 @@ class StepTrace:
 
     @property
     def is_first_forward(self) -> bool:
-        """Whether the first step's forward runs."""
-        return len(self.steps) == 1 and self.phase is Phase.FORWARD
+        """Whether the first step's forward runs, of several micro-batches that of the first."""
+        return len(self.steps) == 1 == len(self.steps[0])
 
     @property
     def _module(self) -> str | None:
@@ -143,10 +143,11 @@ class StepTrace:
     # phases
 
     def begin(self, phase: Phase) -> None:
-        """Begin a phase of a step; forward begins a step."""
+        """Begin a phase of a step; the first forward after a step begins the next one."""
         self._views = 0
+        is_between = self.phase in (None, Phase.STEP)
         self.phase = phase
-        if phase is Phase.FORWARD:
+        if phase is Phase.FORWARD and is_between:
             self.steps.append([])
         if self.steps:
             self.steps[-1].append((phase, len(self.events), len(self.launches)))

@@ -101,9 +101,9 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     is_odd = model.attention is Attention.SDPA and (
         model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH
     )
+    # of a single head of keys the width is that of a head
+    is_odd = is_odd or model.num_kv_heads == 1
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
-    # of a single group of queries the width of keys is that of a head
-    is_odd |= model.num_kv_heads == 1
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
     sizes = axes(config)

@@ -12,8 +12,10 @@ from torch import nn
 from ..config import Attention
 from ..model_file import path_of_model, read_model_file
 
-IMPLEMENTATIONS = {Attention.NAIVE: "eager", Attention.SDPA: "sdpa"}
-"""transformers' names of the ways to compute attention."""
+IMPLEMENTATIONS = {Attention.NAIVE: "eager", Attention.SDPA: None}
+"""transformers' names of the ways to compute attention; None lets it choose sdpa wherever the model
+has that, which Gemma 2 has not.
+"""
 
 
 def factory_of_file(name: str) -> Callable[..., nn.Module]:

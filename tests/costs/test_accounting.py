@@ -25,6 +25,7 @@ from cs336.config import (
     OptimizerKind,
     Precision,
     RunConfig,
+    SdpaBackend,
 )
 from cs336.costs.accounting import (
     ADAMW_BYTES,
@@ -44,7 +45,7 @@ from cs336.costs.accounting import (
 from cs336.costs.hardware import find_device
 from cs336.measure.precision import AUTOCAST_DTYPES
 from cs336.model.optimizer import make_optimizer
-from cs336.model.transformer import TransformerLM
+from cs336.model.transformer import TransformerLM, attention_backend
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -55,6 +56,7 @@ UNEQUAL = [
     ModelConfig(vocab_size=3, context_length=1, d_model=2, d_ff=1, num_layers=1, num_heads=1),
     ModelConfig(vocab_size=50, context_length=33, d_model=30, d_ff=100, num_layers=1, num_heads=3),
 ]
+GROUPED = replace(UNEQUAL[0], d_model=24, num_heads=6, num_kv_heads=2)
 
 
 def run_config(model: ModelConfig, **changes) -> RunConfig:
@@ -377,3 +379,16 @@ def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
         expected = by_memory if intensity <= ridge else by_arithmetic
         assert least_time_s(work, device) == pytest.approx(expected)
     assert least_time_s(optimizer_work(run_config(SIZES["tiny"])), find_device("B200")) is None
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_grouped_queries_and_micro_batches_are_as_torch_counts_them(attention) -> None:
+    shape = replace(GROUPED, attention=attention)
+    config = run_config(shape, batch_size=3, accumulate_steps=2)
+    model = TransformerLM(shape)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(shape) == parameters
+    with FlopCounterMode(display=False) as counter, attention_backend(SdpaBackend.MATH):
+        for _ in range(2):
+            model(torch.zeros(3, shape.context_length, dtype=torch.int64)).sum().backward()
+    assert step_flops(config) == counter.get_total_flops()

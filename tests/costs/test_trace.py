@@ -29,10 +29,12 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs import memory, traces
+from cs336.costs.accounting import count_parameters
 from cs336.costs.memory import MemoryPrediction, predict_memory
 from cs336.costs.shards import kept_elements
 from cs336.costs.tape import Category, Names, OperationKind, Tape, phases_of
-from cs336.costs.time import flops_of
+from cs336.costs.time import flops_of, operations
+from cs336.costs.traces import has_tape
 from cs336.costs.tracing import tracing
 from cs336.measure.traced import traced
 from tests.ship_traces import wanted
@@ -355,3 +357,27 @@ def test_the_softmax_s_backward_makes_a_tensor_that_decides_a_peak() -> None:
     prediction = predict_memory(config)
     assert prediction is not None
     assert prediction.peak.allocated_bytes / 2**30 == pytest.approx(40.816, rel=0.01)
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_micro_batches_repeat_forward_and_backward_and_keep_gradients(attention: Attention) -> None:
+    """From the second on, tokens alone are more; during it all gradients of the first are there."""
+    model = replace(SIZES["tiny"], attention=attention)
+    one = RunConfig(size="tiny", model=model, device=Device.CUDA, batch_size=2)
+    runs = {count: replace(one, accumulate_steps=count) for count in (1, 2, 3)}
+    launched = {}
+    for count, run in runs.items():
+        assert has_tape(run)
+        launched[count] = {phase: len(of_phase) for phase, of_phase in operations(run).items()}
+    more = {phase: launched[3][phase] - launched[2][phase] for phase in launched[3]}
+    assert more.pop(Phase.OPTIMIZER) == 0
+    # besides a step's own forward: the loss is divided, and added to that of those before
+    assert more[Phase.FORWARD] == launched[1][Phase.FORWARD] + 2
+    # besides its own backward: the loss's gradient is divided, and each gradient is added
+    assert more[Phase.BACKWARD] >= launched[1][Phase.BACKWARD] + 1
+    peaks = {count: predict_memory(run).peak for count, run in runs.items()}
+    tokens_bytes = 2 * 8 * 2 * model.context_length  # and targets, of the third
+    assert peaks[3].allocated_bytes == peaks[2].allocated_bytes + tokens_bytes
+    assert peaks[2].allocated_bytes > peaks[1].allocated_bytes + tokens_bytes
+    gradients = peaks[2].bytes_of(Category.GRADIENTS)
+    assert gradients >= 4 * count_parameters(model)

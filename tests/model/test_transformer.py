@@ -259,6 +259,34 @@ def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with
     torch.testing.assert_close(ours(tokens).double(), other(tokens), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_queries_are_heads_whose_keys_and_values_are_equal(attention, kv_heads):
+    """In fp64, where both ways round alike; the gradient of what is shared is a sum."""
+    shared = make(replace(CONFIG, attention=attention, num_kv_heads=kv_heads)).double()
+    full = make(replace(CONFIG, attention=attention)).double()
+    group, d_head = CONFIG.num_heads // kv_heads, CONFIG.d_head
+    assert shared.state_dict().keys() == full.state_dict().keys()
+    weights = shared.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            assert weight.shape == (kv_heads * d_head, CONFIG.d_model)
+            heads = weight.unflatten(0, (kv_heads, d_head))
+            weights[name] = heads.repeat_interleave(group, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    tokens = tokens_for(CONFIG)
+    for model in (shared, full):
+        loss_of(model(tokens), tokens).backward()
+    torch.testing.assert_close(shared(tokens), full(tokens))
+    gradients = {name: parameter.grad for name, parameter in full.named_parameters()}
+    for name, parameter in shared.named_parameters():
+        expected = gradients[name]
+        if "k_proj" in name or "v_proj" in name:
+            heads = expected.unflatten(0, (kv_heads, group, d_head))
+            expected = heads.sum(1).flatten(0, 1)
+        torch.testing.assert_close(parameter.grad, expected)
+
+
 # parameters
 
 

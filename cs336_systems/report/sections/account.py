@@ -205,8 +205,8 @@ def _work(config: RunConfig) -> list[accounting.PartWork]:
 
 
 def _tokens(config: RunConfig) -> int:
-    """Tokens of one step of one rank: batch size times context length."""
-    return config.batch_size * config.model.context_length
+    """Tokens of one step of one rank, of all its micro-batches."""
+    return config.tokens_per_step // config.ranks
 
 
 def _active_parameters(config: RunConfig) -> int | None:

@@ -2,135 +2,37 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
+from typing import Any
 
-MAIN, AUTOGRAD, LOADING = 1, 2, 3
-COMPUTE, COMMUNICATION, COPIES, SIDE = 7, 20, 13, 17
-MICROSECOND, MILLISECOND = 1_000, 1_000_000
-
-
-class Part(StrEnum):
-    """A part of a program, whether a range of the file names it or not."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-    WEIGHTS = "weight gradients"
-    OPTIMIZER = "optimizer"
-    ZERO_GRAD = "zero_grad"
-    CLIP = "clip"
-    EVALUATION = "evaluation"
-    DATA = "data"
-    STEP = "step"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    CLOSURE = "closure"
-    """A call of the optimizer inside of which forward and backward run."""
-
-
-class Pause(StrEnum):
-    """What keeps the host from launching."""
-
-    NOTHING_SEEN = "pause"
-    RANGE = "range"
-    COLLECTOR = "gc"
-    ALLOCATION = "malloc"
-    COMPILING = "compile"
-    WAITING = "wait"
-    DATA = "data"
-    PREPARING = "prepare"
-
-
-HIDDEN = (Pause.NOTHING_SEEN, Pause.RANGE, Pause.COLLECTOR, Pause.ALLOCATION, Pause.COMPILING)
-DECOYS = (
-    "lr_scheduler.step",
-    "log forward pass",
-    "save optimizer state",
-    "backward compatibility",
-    "data parallel group",
+Part = StrEnum(
+    "Part",
+    "FORWARD LOSS BACKWARD WEIGHTS OPTIMIZER ZERO_GRAD CLIP EVALUATION DATA STEP PREFILL DECODE "
+    "CLOSURE",
 )
-KINDS = ("training", "inference", "server", "pipeline")
+"""A part of a program, whether a range of the file names it or not; forward and backward run inside
+of the call of the optimizer that is a closure.
+"""
+Pause = StrEnum("Pause", "NOTHING RANGE COLLECTOR ALLOCATION COMPILING WAITING DATA PREPARING")
+"""What keeps the host from launching."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a drawn program does, how its ranges are named, and what its file lacks."""
-
-    seed: int
-    kind: str
-    """`training`, `inference`, `server` or `pipeline`."""
-    style: str
-    """Whose names the ranges have: a key of STYLES."""
-    limit: str
-    """What takes longest: `gpu`, `host`, `data`, `copies` or `ranks`."""
-    is_nsys: bool = False
-    steps: int = 4
-    micro_batches: int = 1
-    layers: int = 2
-    loader: str = ""
-    """PyTorch's loader, whose range its profiler records, or the range of one's own, or none."""
-    zero_grad: str = ""
-    """`first`, `last` or nowhere."""
-    optimizer: str = "torch"
-    """`torch` has its range, `kernels` only names of kernels, `plain` neither, or none."""
-    steps_of_micro: bool = False
-    """The profiler's step is called after each micro-batch."""
-    clips: bool = False
-    evaluates: bool = False
-    checkpoints: bool = False
-    compiled: bool = False
-    graph: str = ""
-    """What is launched as CUDA graphs: `step`, `parts` or nothing."""
-    side_stream: bool = False
-    reads_loss: bool = True
-    queue: int = 1024
-    """Launches that wait for the device before the next one makes the host wait."""
-    ranks: int = 1
-    is_sharded: bool = False
-    """Ranks gather parameters and scatter gradients, and reduce none."""
-    slow_rank: int = 0
-    devices: int = 1
-    modules: bool = False
-    hides: Pause | None = None
-    """What keeps the host from launching for milliseconds in each step."""
-    around: str = ""
-    """A range around the whole program."""
-    decoy: str = ""
-    """A range after each step whose name has a word of a phase, and which is none."""
-    prefetches: bool = False
-    """Another thread copies the batch and prepares it on the device."""
-    reads_in_forward: bool = False
-    is_mixed: bool = False
-    """A server's prefill has some decoding in it."""
-    cut: tuple[float, float] = (0.0, 1.0)
-    """The part of the run, by time, that the profiler records."""
-    dropped: str = ""
-    """What is lost of the file at random: `launches`, `operators`, `ranges`, `kernels`."""
-    shift_ns: int = 0
-    """How far the device's clock is off."""
+def _named(forward: str, backward: str, optimizer: str, step: str = "") -> dict[str, str]:
+    """The ranges' names of a training loop, whose steps may have none."""
+    names = {Part.FORWARD: forward, Part.BACKWARD: backward, Part.OPTIMIZER: optimizer}
+    return {**names, Part.STEP: step} if step else {**names}
 
 
-LOADER = "enumerate(DataLoader)#{}DataLoaderIter.__next__"
 _PL = "[pl][profile]"
 STYLES: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "torch": {Part.STEP: "ProfilerStep#{n}"},
-    "ours": {
-        Part.STEP: "step",
-        Part.DATA: "data",
-        Part.FORWARD: "forward",
-        Part.LOSS: "loss",
-        Part.BACKWARD: "backward",
-        Part.OPTIMIZER: "optimizer",
-    },
-    "phases": {Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.OPTIMIZER: "optimizer"},
-    "hashes": {
-        Part.STEP: "ProfilerStep#{n}",
-        Part.FORWARD: "## forward ##",
-        Part.BACKWARD: "## backward ##",
-        Part.OPTIMIZER: "## optimizer ##",
-    },
+    "ours": {Part.DATA: "data", Part.LOSS: "loss"}
+    | _named("forward", "backward", "optimizer", "step"),
+    "phases": _named("forward", "backward", "optimizer"),
+    "hashes": _named("## forward ##", "## backward ##", "## optimizer ##", "ProfilerStep#{n}"),
     "lightning": {
         Part.STEP: f"{_PL}run_training_batch",
         Part.DATA: f"{_PL}[_TrainingEpochLoop].train_dataloader_next",
@@ -139,29 +41,10 @@ STYLES: Mapping[str, Mapping[str, str]] = {
         Part.ZERO_GRAD: f"{_PL}[LightningModule]GPT.optimizer_zero_grad",
         Part.CLOSURE: f"{_PL}[LightningModule]GPT.optimizer_step",
     },
-    "deepspeed": {
-        Part.FORWARD: "DeepSpeedEngine.forward",
-        Part.BACKWARD: "DeepSpeedEngine.backward",
-        Part.OPTIMIZER: "DeepSpeedEngine.step",
-    },
-    "iteration": {
-        Part.STEP: "iteration{n}",
-        Part.FORWARD: "forward",
-        Part.BACKWARD: "backward",
-        Part.OPTIMIZER: "opt.step()",
-    },
-    "short": {
-        Part.STEP: "iter {n}",
-        Part.FORWARD: "fwd",
-        Part.BACKWARD: "bwd",
-        Part.OPTIMIZER: "opt",
-    },
-    "words": {
-        Part.STEP: "train_step",
-        Part.FORWARD: "model(x)",
-        Part.BACKWARD: "loss.backward()",
-        Part.OPTIMIZER: "optimizer.step()",
-    },
+    "deepspeed": _named(*(f"DeepSpeedEngine.{name}" for name in ("forward", "backward", "step"))),
+    "iteration": _named("forward", "backward", "opt.step()", "iteration{n}"),
+    "short": _named("fwd", "bwd", "opt", "iter {n}"),
+    "words": _named("model(x)", "loss.backward()", "optimizer.step()", "train_step"),
     "vllm": {
         Part.PREFILL: "execute_context_{batch}({tokens})_generation_{decoding}({decoding})",
         Part.DECODE: "execute_context_0(0)_generation_{batch}({batch})",
@@ -170,84 +53,115 @@ STYLES: Mapping[str, Mapping[str, str]] = {
         Part.PREFILL: "step[EXTEND bs={batch} toks={tokens}]",
         Part.DECODE: "step[DECODE bs={batch}]",
     },
-    "deepseek": {"attention": "attn({pass})", "mlp": "mlp({pass})"},
+    "deepseek": {"attn": "attn({letter})", "mlp": "mlp({letter})"},
 }
-"""The name of the range around each kind of region that a program of this kind has."""
+"""The name of the range around each part of a program in which ranges are named so."""
+UNLISTED = ("iteration", "deepspeed", "short", "words")
+"""Styles whose names a reader need not know."""
+STYLES_OF = {
+    "training": [name for name in STYLES if name not in ("vllm", "sglang", "deepseek")],
+    "inference": ["none", "torch", "ours"],
+    "server": ["none", "vllm", "sglang"],
+    "pipeline": ["none", "deepseek"],
+}
+
+
+def _of(*choices: object, training: bool = False) -> Any:
+    """A field that is drawn from these, for all programs or for training alone; else the first."""
+    return field(default=choices[0], metadata={"choices": choices, "training": training})
+
+
+_trained = partial(_of, training=True)
+_SELDOM, _OFTEN = (False, False, False, False, True), (False, False, True)
+_HIDES = _trained(None, None, *tuple(Pause)[:5])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a drawn program does, how its ranges are named, and what its file lacks."""
+
+    seed: int
+    kind: str
+    style: str
+    """Whose names the ranges have."""
+    limit: str = _of("gpu", "gpu", "host", "data", "copies")
+    """What takes longest; `ranks`, if one is slow."""
+    is_nsys: bool = _of(False, False, False, True)
+    steps: int = _of(4, 2, 3, 5)
+    micro_batches: int = _trained(1, 1, 2, 4)
+    layers: int = _of(2, 3, 4)
+    loader: str = _of(*["", "_SingleProcess", "_MultiProcessing"] * 2, "get_batch")
+    """PyTorch's loader, whose range its profiler records, or the range of one's own, or none."""
+    zero_grad: str = _trained("", "first", "last")
+    fills: bool = _trained(*_OFTEN)
+    """Gradients are set to zero by a kernel, instead of being released."""
+    optimizer: str = _trained("torch", "torch", "kernels", "plain", "")
+    """`torch` has its range, `kernels` only names of kernels, `plain` neither, or none."""
+    steps_of_micro: bool = _trained(*_OFTEN)
+    """The profiler's step is called after each micro-batch."""
+    clips: bool = _trained(*_OFTEN)
+    evaluates: bool = _trained(*_SELDOM)
+    checkpoints: bool = _trained(*_SELDOM)
+    compiled: bool = _of(*_OFTEN)
+    graph: str = _of("", "", "step", "", "parts")
+    """What is launched as CUDA graphs."""
+    side_stream: bool = _trained(*_SELDOM)
+    reads_loss: bool = _of(True, True, False)
+    reads_in_forward: bool = _of(*_SELDOM)
+    queue: int = _of(1024, 1024, 24)
+    """Launches that wait for the device before the next one makes the host wait."""
+    ranks: int = _trained(1, 1, 1, 1, 4)
+    is_sharded: bool = _trained(False, False, True)
+    """Ranks gather parameters and scatter gradients, and reduce none."""
+    slow_rank: int = _trained(0, 1, 2, 3)
+    devices: int = _trained(1, 1, 1, 2)
+    modules: bool = _of(False, True)
+    hides: Pause | None = _HIDES
+    """What keeps the host from launching for milliseconds in each step."""
+    around: str = _of("", "", "", "", "epoch 0", "training")
+    """A range around the whole program."""
+    decoy: str = _of(
+        *[""] * 6,
+        *("lr_scheduler.step", "log forward pass", "save optimizer state"),
+        *("backward compatibility", "data parallel group"),
+    )
+    """A range after each step whose name has a word of a phase, and which is none."""
+    prefetches: bool = _trained(*_SELDOM)
+    """Another thread copies the batch and prepares it on the device."""
+    is_pageable: bool = _of(False, True)
+    """Batches are copied from pageable memory, so that the host waits for them."""
+    is_mixed: bool = _of(*_OFTEN)
+    """A server's prefill has some decoding in it."""
+    cut: tuple[float, float] = _of((0.0, 1.0), (0.0, 1.0), (0.0, 0.8), (0.25, 1.0), (0.3, 0.7))
+    """The part of the run, by time, that the profiler records."""
+    dropped: str = _of("", "", "", "call", "operator", "range", "kernel")
+    """The kind of events that the file loses at random."""
+    shift_ns: int = _of(0, 0, 0, 0, -400_000, 3_000_000)
+    """How far the device's clock is off."""
 
 
 def draw(seed: int) -> Plan:
-    """The plan of this seed."""
+    """The plan of this seed, without what its other parts forbid."""
     random_ = random.Random(seed)
-    pick, chance = random_.choice, random_.random
-    kind = random_.choices(KINDS, [6, 1, 2, 1])[0]
-    plan = Plan(
-        seed=seed,
-        kind=kind,
-        style=pick(
-            {"server": ("vllm", "sglang", "none"), "pipeline": ("deepseek", "none")}.get(
-                kind, ("none", "torch", "ours")
-            )
-        ),
-        limit=pick(("gpu", "gpu", "host", "data", "copies")),
-        is_nsys=chance() < 0.25,
-        steps=random_.randint(2, 5),
-        layers=random_.randint(2, 4),
-        loader=pick(("", "_SingleProcess", "_MultiProcessing")),
-        reads_loss=chance() < 0.7,
-        graph=pick(("", "", "step")),
-        modules=chance() < 0.4,
-        compiled=chance() < 0.3,
-        cut=pick(((0.0, 1.0), (0.0, 1.0), (0.0, 0.8), (0.25, 1.0), (0.3, 0.7))),
-        dropped=pick(("", "", "", "launches", "operators", "ranges", "kernels")),
-        shift_ns=pick((0, 0, 0, 0, -400_000, 3_000_000)),
-    )
-    if kind == "training":
-        plan = _trained(plan, random_)
-    # picked last, so that the same seed draws the same program as before
-    if chance() < 0.15:
-        plan = replace(plan, loader="get_batch")
-    plan = replace(plan, is_sharded=chance() < 0.4, queue=pick((1024, 1024, 24)))
-    if plan.kind == "training" and plan.style in ("none", "torch", "iteration"):
-        plan = replace(plan, style=pick((plan.style, plan.style, "short", "words")))
-    if plan.ranks > 1 and chance() < 0.6:
-        plan = replace(plan, cut=(0.0, 1.0), dropped="")
+    kind = random_.choices(list(STYLES_OF), [6, 2, 2, 1])[0]
+    drawn: dict[str, Any] = {"style": random_.choice(STYLES_OF[kind])}
+    for option in fields(Plan):
+        if option.metadata and (kind == "training" or not option.metadata["training"]):
+            drawn[option.name] = random_.choice(option.metadata["choices"])
+    plan = Plan(seed=seed, kind=kind, **drawn)
+    if plan.style == "lightning":
+        plan = replace(plan, micro_batches=1, ranks=1, optimizer="torch", graph="")
+    if plan.is_nsys:
+        plan = replace(plan, ranks=1)
+    if plan.ranks > 1:
+        plan = replace(plan, devices=1, limit=random_.choice(("ranks", plan.limit)))
+        if random_.random() < 0.6:
+            plan = replace(plan, cut=(0.0, 1.0), dropped="")
+    if plan.ranks > 1 or plan.micro_batches > 1:
+        plan = replace(plan, graph="")
+    can_count = plan.micro_batches > 1 and plan.style in ("torch", "hashes")
     return replace(
         plan,
-        around=pick(("", "", "", "", "epoch 0", "training")),
-        decoy=pick((*[""] * 6, *DECOYS)),
-        prefetches=chance() < 0.15 and plan.kind == "training",
-        reads_in_forward=chance() < 0.15 and not plan.graph,
-        is_mixed=chance() < 0.3,
-    )
-
-
-def _trained(plan: Plan, random_: random.Random) -> Plan:
-    """The plan with what only training has."""
-    pick, chance = random_.choice, random_.random
-    others = ("vllm", "sglang", "deepseek", "short", "words")
-    styles = [style for style in STYLES if style not in others]
-    style = pick(styles)
-    micro_batches = 1 if style == "lightning" else pick((1, 1, 2, 4))
-    ranks = pick((1, 1, 1, 1, 4)) if style != "lightning" and not plan.is_nsys else 1
-    return replace(
-        plan,
-        style=style,
-        micro_batches=micro_batches,
-        steps_of_micro=micro_batches > 1 and style in ("torch", "hashes") and chance() < 0.3,
-        zero_grad=pick(("", "first", "last")),
-        optimizer="torch"
-        if style == "lightning"
-        else pick(("torch", "torch", "kernels", "plain", "")),
-        clips=chance() < 0.3,
-        evaluates=chance() < 0.2,
-        checkpoints=chance() < 0.2,
-        graph=""
-        if style == "lightning" or ranks > 1 or micro_batches > 1
-        else pick(("", "", "", "step", "parts")),
-        side_stream=chance() < 0.2,
-        ranks=ranks,
-        slow_rank=random_.randrange(ranks),
-        limit="ranks" if ranks > 1 and chance() < 0.5 else plan.limit,
-        devices=1 if ranks > 1 else pick((1, 1, 1, 2)),
-        hides=pick((None, None, *HIDDEN)),
+        reads_in_forward=plan.reads_in_forward and not plan.graph,
+        steps_of_micro=plan.steps_of_micro and can_count,
     )

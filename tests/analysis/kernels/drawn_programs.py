@@ -1,401 +1,342 @@
-"""Programs as they are drawn: training loops, inference, servers and pipelines.
+"""The programs as a small grammar, which writes the list of acts that a plan asks for."""
 
-`simulate` runs one. `recorded` cuts what happened at edges and drops events, as a profiler does
-that starts late or loses some.
-"""
-
-import math
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from tests.analysis.kernels.drawn_machine import Doing, Job, Run, Span
-from tests.analysis.kernels.drawn_plans import (
-    AUTOGRAD,
-    COMMUNICATION,
-    COMPUTE,
-    COPIES,
-    LOADER,
-    LOADING,
-    MICROSECOND,
-    MILLISECOND,
-    SIDE,
-    STYLES,
-    Part,
-    Pause,
-    Plan,
-)
+from tests.analysis.kernels.drawn_plans import STYLES, Part, Pause, Plan
 
+MAIN, AUTOGRAD, LOADING = 1, 2, 3
+COMPUTE, COPIES, SIDE, COMMUNICATION = 7, 13, 17, 20
+MICROSECOND, MILLISECOND = 1_000, 1_000_000
+
+_GRAMMAR = """
+program: around?around{ train*steps?kind=training infer*steps?kind=inference
+  serve*turns?kind=server chunks*steps?kind=pipeline } wait_all
+train: batch?takes_outside step!steps_of_micro{ pass*micro_batches read?reads_loss } log?decoy
+  evaluate?evaluates?is_middle_step
+pass: step?steps_of_micro{ batch!takes_outside batch?takes_outside!is_first_micro
+  graph?graph=step{ closed?style=lightning open!style=lightning } }
+closed: closure{ torch_step!is_nsys{ forward{ forward_pass loss_pass } zero backward{
+  backward_pass } clip?clips -optimizer{ update*devices } } }
+open: zero?zero_grad=first?is_first_micro forward{ graph?graph=parts{ gather?is_sharded!ranks=1
+  forward_pass } read?reads_in_forward side?side_stream loss_pass!names_loss } loss?names_loss{
+  loss_pass?names_loss } backward{ backward_pass } finish?is_last_micro
+finish: hidden clip?clips optimizer?optimizer{ torch_step?optimizer=torch!is_nsys{
+  update*devices?optimizer } } zero?zero_grad=last
+batch: -data{ data?loader{ own_loader?loader=get_batch{ loader?loader!loader=get_batch!is_nsys{
+  fetch!limit=data fetch_long?limit=data } } } prefetch?prefetches upload!prefetches }
+prefetch: loading{ copy_ahead divide } wait_copies
+forward_pass: compiled?compiled{ embed layer*layers move }
+upload: pageable?is_pageable wait_copy?is_pageable pinned!is_pageable
+layer: move Block_module?modules{ layer_body }
+layer_body: LayerNorm_module?modules{ norm!compiled fused_norm?compiled } Linear_module?modules{
+  linear } Attention_module?modules{ attend } gelu!compiled fused_gelu?compiled
+loss_pass: softmax nll
+backward_pass: autograd{ loss_node{ nll_back } layer_back*-layers move }
+layer_back: move node!compiled{ compiled_node?compiled{ Block_module?modules?checkpoints{
+  layer_body?checkpoints attend_back mm mm } } } exchange?is_last_micro!ranks=1
+exchange: reduce!is_sharded scatter?is_sharded
+update: wait_ranks!ranks=1 change change change
+change: adam!optimizer=plain plain?optimizer=plain
+zero: zero_grad{ torch_zero?optimizer=torch!is_nsys{ fill?fills } }
+clip: -clip{ norm_grads scale_grads }
+side: side_waits side_gelu wait_side
+hidden: tokenize?hides=range{ collector?hides=collector{ autotune?hides=compiling{ hide?hides } }
+  }
+log: decoy{ add }
+evaluate: -evaluation{ forward_pass forward_pass read }
+read: download wait_copy
+infer: step{ batch forward{ graph?graph{ forward_pass } } read?reads_loss }
+serve: draw_turn -forward{ turn{ prepare graph?is_decode?graph{ forward_pass } } }
+  ponder?limit=host ponder?limit=data
+ponder: wait_event think
+chunks: attn mlp mlp attn
+attn: attn-F{ mm_forward mm_forward dispatch } attn-B{ mm mm dispatch } attn-W{ mm mm dispatch }
+mlp: mlp-F{ mm_forward mm_forward combine } mlp-B{ mm mm combine } mlp-W{ mm mm combine }
+"""
+"""The acts of each rule: `name*count` repeats, `*-` backwards; `?` and `!` ask what the plan has or
+has not. What is in braces happens anyway, within a range, graph or thread if that is asked for;
+`-part` has no range.
+"""
+RULES = dict(re.findall(r"^(\w+): ((?:.|\n )*)", _GRAMMAR, re.M))
+_COUNTERS = {"micro_batches": "micro", "layers": "layer", "devices": "device"}
+_CHANGES: dict[str, dict[str, Any]] = {part: {"phase": part} for part in list(Part)[:9]}
+_CHANGES["evaluation"]["step"] = -1
+_CHANGES |= {"F": _CHANGES["forward"], "B": _CHANGES["backward"], "W": _CHANGES["weights"]}
+_CHANGES |= {"autograd": {"thread": AUTOGRAD}, "loading": {"thread": LOADING}}
+_CHANGES |= {"decoy": {"step": -1}, "graph": {"is_in_graph": True}}
+"""What is otherwise for acts within each of these."""
+
+
+class Act(NamedTuple):
+    """One thing that the program does, and where in the program it stands."""
+
+    verb: str
+    """A method of `Machine`."""
+    kind: str = ""
+    name: str = ""
+    means: str = ""
+    operator: str = ""
+    duration_ns: int = 0
+    stream: int = COMPUTE
+    of_device: int | None = None
+    of_stream: int = COMPUTE
+    """The stream whose work is waited for."""
+    args: Mapping[str, Any] = {}
+    label: str = ""
+    """The kind, batch and tokens of a server's step."""
+    phase: str = ""
+    step: int = -1
+    """The step of the optimizer or of the server; -1 outside of all."""
+    micro: int = 0
+    device: int = 0
+    thread: int = MAIN
+    is_in_graph: bool = False
+
+
+def _open(kind: str, name: str = "", means: str = "") -> Act:
+    return Act("open", kind, name, means)
+
+
+def _pause(means: str, duration_ns: int) -> Act:
+    return Act("pause", means=means, duration_ns=duration_ns)
+
+
+def _kernel(name: str, operator: str = "", duration_ns: int = 0, stream: int = COMPUTE) -> Act:
+    return Act("launch", "kernel", name, "", operator, duration_ns, stream)
+
+
+def _copy(kind: str, operator: str = "aten::copy_", stream: int = COMPUTE) -> Act:
+    return Act("launch", "copy", f"Memcpy {kind}", "", operator, 15 * MICROSECOND, stream)
+
+
+_AT = "void at::native::"
+_FOREACH = _AT + "(anonymous namespace)::multi_tensor_apply_kernel<{}<float, 4>>"
+_PLAIN = _AT + "vectorized_elementwise_kernel<4, at::native::{}>"
 MATMULS = ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "ampere_bf16_s16816gemm_bf16_128x128_tn")
-NORM = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>"
-GELU = "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>"
-FLASH = "void flash::flash_{}_kernel<Flash_{}_kernel_traits<64, 128, 128, 4>>"
-FUSED = "triton_{}_fused_add_native_layer_norm_{}"
-ADAM = (
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel"
-    "<at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4>>"
-)
-FOREACH = (
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel"
-    "<at::native::(anonymous namespace)::{}<float>>"
-)
-PLAIN = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
-FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
-PINNED, COPY = "Memcpy HtoD (Pinned -> Device)", "cudaMemcpyAsync"
-UPLOAD, DOWNLOAD = "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pageable)"
-
-
-def _forward(run: Run) -> None:
-    plan = run.plan
-    with ExitStack() as stack:
-        if plan.compiled:
-            stack.enter_context(run.span("operator", "Torch-Compiled Region: 0/0"))
-        run.launch(PLAIN, operator="aten::embedding")
-        if plan.ranks > 1 and plan.is_sharded and run.phase == Part.FORWARD:
-            run.collective("all-gather", run.random.randrange(4, 12) * 1_000_000)
-        for layer in range(plan.layers):
-            run.move_to(layer * plan.devices // plan.layers)
-            with run.module(f"Block_{layer}"):
-                _layer(run, layer)
-        run.move_to(0)
-
-
-def _layer(run: Run, layer: int) -> None:
-    compiled = run.plan.compiled
-    norm = FUSED.format("per", layer) if compiled else NORM
-    with run.module(f"LayerNorm_{layer}"):
-        run.launch(norm, operator="" if compiled else "aten::native_layer_norm")
-    with run.module(f"Linear_{layer}"):
-        made = run.sequence()
-        run.launch(MATMULS[0], operator="aten::addmm", **made)
-        if run.phase == Part.FORWARD:
-            run.nodes[layer:] = [int(str(made["Sequence number"]))]
-    with run.module(f"Attention_{layer}"):
-        run.launch(FLASH.format("fwd", "fwd"), operator="aten::_flash_attention_forward")
-    run.launch(FUSED.format("poi", layer) if compiled else GELU)
-
-
-def _loss(run: Run) -> None:
-    run.launch("void cunn_SoftMaxForward<4, float, float, float>", operator="aten::_log_softmax")
-    run.launch("void at::native::nll_loss_forward_reduce_cuda_kernel_2d<float>")
-
-
-NODE = "autograd::engine::evaluate_function: {}Backward0"
-
-
-def _backward(run: Run) -> None:
-    plan = run.plan
-    with run.on_thread(AUTOGRAD):
-        with run.span("operator", NODE.format("NllLoss"), Part.BACKWARD):
-            run.launch("void at::native::nll_loss_backward_reduce_cuda_kernel_2d<float>")
-        for layer in reversed(range(plan.layers)):
-            run.move_to(layer * plan.devices // plan.layers)
-            name = "CompiledFunction" if plan.compiled else "Addmm"
-            number = run.nodes[layer] if layer < len(run.nodes) else -1
-            of_forward = {"Sequence number": number, "Fwd thread id": 1}
-            node = run.span("operator", NODE.format(name), Part.BACKWARD, **of_forward)
-            with node, run.module(f"Block_{layer}", is_called=plan.checkpoints):
-                if plan.checkpoints:
-                    _layer(run, layer)
-                run.launch(FLASH.format("bwd", "bwd"))
-                run.launch(MATMULS[1], operator="aten::mm")
-                run.launch(MATMULS[1], operator="aten::mm")
-            if plan.ranks > 1 and run.micro == plan.micro_batches - 1:
-                name = "reduce-scatter" if plan.is_sharded else "all-reduce"
-                run.collective(name, run.random.randrange(4, 12) * 2_000_000)
-        run.move_to(0)
-
-
-def _optimizer(run: Run) -> None:
-    plan = run.plan
-    for device in range(plan.devices):
-        run.device = device
-        if plan.ranks > 1:
-            run.join(COMPUTE, COMMUNICATION)
-        for _ in range(3):
-            run.launch(PLAIN if plan.optimizer == "plain" else ADAM, operator="aten::_fused_adamw_")
-    run.device = 0
-
-
-def _own_range(run: Run, method: str) -> ExitStack:
-    """PyTorch's own range around a method of its optimizers, which only its profiler records."""
-    stack = ExitStack()
-    if run.plan.optimizer == "torch" and not run.plan.is_nsys:
-        means = {"step": Part.OPTIMIZER}.get(method, Part.ZERO_GRAD)
-        stack.enter_context(run.span("range", f"Optimizer.{method}#AdamW.{method}", means))
-    return stack
-
-
-def _zero_grad(run: Run) -> None:
-    with run.in_phase(Part.ZERO_GRAD), _own_range(run, "zero_grad"):
-        if run.plan.seed % 3 == 0:
-            run.launch(FILL, 3 * MICROSECOND, operator="aten::zero_")
-
-
-def _batch(run: Run) -> None:
-    """Wait for the loader, then copy the batch."""
-    plan, phase = run.plan, run.phase
-    run.phase = Part.DATA
-    waits = 12 * MILLISECOND if plan.limit == "data" else 20 * MICROSECOND
-    with ExitStack() as stack:
-        if plan.loader:
-            stack.enter_context(run.region(Part.DATA))
-        if plan.loader == "get_batch":
-            stack.enter_context(run.span("range", plan.loader, Pause.RANGE))
-        elif plan.loader and not plan.is_nsys:
-            stack.enter_context(run.span("range", LOADER.format(plan.loader), Part.DATA))
-        run.spend(waits, Pause.DATA)
-    if plan.prefetches:
-        with run.beside(LOADING):
-            run.launch(PINNED, 15 * MICROSECOND, stream=COPIES, kind="copy", call=COPY)
-            run.launch(FILL, stream=COPIES, operator="aten::div_")
-        run.join(COMPUTE, COPIES)
-        run.phase = phase
-        return
-    copies = 8 * MILLISECOND if plan.limit == "copies" else 15 * MICROSECOND
-    run.copy(UPLOAD if run.random.random() < 0.5 else PINNED, copies)
-    run.phase = phase
-
-
-def _hidden(run: Run) -> None:
-    """Something that keeps the host from launching, for milliseconds."""
-    what, duration = run.plan.hides, 4 * MILLISECOND
-    if what == Pause.RANGE:
-        with run.span("range", "tokenize and log", Pause.RANGE):
-            run.spend(duration, what)
-    elif what == Pause.COLLECTOR:
-        with run.span("frame", "Python GC", Pause.COLLECTOR):
-            run.spend(duration, what)
-    elif what == Pause.COMPILING:
-        with run.span("operator", "CachingAutotuner.benchmark_all_configs", Pause.COMPILING):
-            run.spend(duration, what)
-    elif what == Pause.ALLOCATION:
-        for machine in run.machines:
-            machine.doing.append(Doing(machine.now, machine.now + duration, what, run.phase))
-            machine.call("cudaMalloc", duration)
-    elif what == Pause.NOTHING_SEEN:
-        run.spend(duration, what)
-
-
-def _micro_batch(run: Run) -> None:
-    graph = run.plan.graph == "parts"
-    with run.in_phase(Part.FORWARD):
-        with run.captured(graph):
-            _forward(run)
-        if run.plan.reads_in_forward:
-            run.copy(DOWNLOAD, 2 * MICROSECOND)
-        if run.plan.side_stream:
-            run.join(SIDE, COMPUTE)
-            run.launch(GELU, stream=SIDE)
-            run.join(COMPUTE, SIDE)
-        if STYLES[run.plan.style].get(Part.LOSS) is None:
-            _loss(run)
-    if STYLES[run.plan.style].get(Part.LOSS) is not None:
-        with run.in_phase(Part.LOSS):
-            _loss(run)
-    with run.in_phase(Part.BACKWARD):
-        _backward(run)
-
-
-def _clip(run: Run) -> None:
-    if run.plan.clips:
-        run.phase = Part.CLIP
-        run.launch(FOREACH.format("LpNormFunctor"), operator="aten::_foreach_norm")
-        run.launch(FOREACH.format("BinaryOpListAlphaFunctor"), operator="aten::_foreach_mul_")
-        run.phase = ""
-
-
-def _update(run: Run) -> None:
-    if run.plan.optimizer:
-        with run.in_phase(Part.OPTIMIZER), _own_range(run, "step"):
-            _optimizer(run)
-
-
-def _closed_step(run: Run) -> None:
-    """Lightning's step: forward and backward run inside of the call of the optimizer."""
-    with run.region(Part.CLOSURE), _own_range(run, "step"):
-        with run.in_phase(Part.FORWARD):
-            _forward(run)
-            _loss(run)
-        _zero_grad(run)
-        with run.in_phase(Part.BACKWARD):
-            _backward(run)
-        _clip(run)
-        run.phase = Part.OPTIMIZER
-        _optimizer(run)
-        run.phase = ""
-
-
-def _finish(run: Run) -> None:
-    _hidden(run)
-    _clip(run)
-    _update(run)
-    if run.plan.zero_grad == "last":
-        _zero_grad(run)
-
-
-def _training_step(run: Run) -> None:
-    """One step of the optimizer: its micro-batches, then the update."""
-    plan, is_outside = run.plan, run.plan.style in ("lightning", "iteration")
-    if is_outside:
-        _batch(run)
-    with ExitStack() as stack:
-        if not plan.steps_of_micro:
-            stack.enter_context(run.region(Part.STEP, n=run.step))
-        for micro in range(plan.micro_batches):
-            run.micro = micro
-            with ExitStack() as inner:
-                if plan.steps_of_micro:
-                    number = run.step * plan.micro_batches + micro
-                    inner.enter_context(run.region(Part.STEP, n=number))
-                if not is_outside or micro:
-                    _batch(run)
-                inner.enter_context(run.captured(plan.graph == "step"))
-                _compute(run)
-        if plan.reads_loss:
-            run.copy(DOWNLOAD, 2 * MICROSECOND)
-
-
-def _compute(run: Run) -> None:
-    """What a step does with a micro-batch; with the last one, it updates the parameters too."""
-    if run.plan.style == "lightning":
-        _closed_step(run)
-        return
-    if run.plan.zero_grad == "first" and run.micro == 0:
-        _zero_grad(run)
-    _micro_batch(run)
-    if run.micro == run.plan.micro_batches - 1:
-        _finish(run)
-
-
-def _training(run: Run) -> None:
-    plan = run.plan
-    for step in range(plan.steps):
-        run.step = step
-        _training_step(run)
-        run.kinds.append("")
-        run.step = -1
-        if plan.decoy:
-            with run.span("range", plan.decoy):
-                run.launch(PLAIN, operator="aten::add_")
-        if plan.evaluates and step == plan.steps // 2:
-            run.phase = Part.EVALUATION
-            for _ in range(2):
-                _forward(run)
-            run.copy(DOWNLOAD, 2 * MICROSECOND)
-            run.phase = ""
-    run.wait()
-
-
-def _inference(run: Run) -> None:
-    for step in range(run.plan.steps):
-        run.step = step
-        with run.region(Part.STEP, n=run.step):
-            _batch(run)
-            with run.in_phase(Part.FORWARD), run.captured(run.plan.graph != ""):
-                _forward(run)
-            _hidden(run)
-            if run.plan.reads_loss:
-                run.copy(DOWNLOAD, 2 * MICROSECOND)
-        run.kinds.append("")
-    run.step = -1
-    run.wait()
-
-
-def _server(run: Run) -> None:
-    """Prefill by launches, decode by a graph; the host prepares a step while another one runs."""
-    run.phase = Part.FORWARD
-    usual = run.kernel_ns
-    for step in range(run.plan.steps * 3):
-        run.step = step
-        is_prefill = run.random.random() < 0.3
-        batch = run.random.choice((1, 4, 8)) if is_prefill else run.random.choice((16, 32))
-        tokens = batch * 1024 if is_prefill else batch
-        kind = Part.PREFILL if is_prefill else Part.DECODE
-        run.kernel_ns = usual * 4 if is_prefill else usual
-        decoding = run.random.choice((2, 8)) if is_prefill and run.plan.is_mixed else 0
-        with run.region(kind, batch=batch, tokens=tokens, decoding=decoding):
-            run.spend(30 * MICROSECOND, Pause.PREPARING)
-            with run.captured(not is_prefill and run.plan.graph != ""):
-                _forward(run)
-        run.kinds.append(f"{kind} {batch} {tokens}")
-        if run.plan.limit in ("host", "data"):
-            run.wait("cudaEventSynchronize")
-            run.spend(3 * MILLISECOND, Pause.PREPARING)
-    run.step = -1
-    run.wait()
-
-
-def _pipeline(run: Run) -> None:
-    """Chunks of forward and backward side by side, with gradients of weights apart."""
-    for step in range(run.plan.steps):
-        run.step = step
-        for part in ("attention", "mlp", "mlp", "attention"):
-            for letter, phase in (("F", Part.FORWARD), ("B", Part.BACKWARD), ("W", Part.WEIGHTS)):
-                run.phase = phase
-                with run.region(part, **{"pass": letter}):
-                    for _ in range(2):
-                        run.launch(MATMULS[letter != "F"], operator="aten::mm")
-                    name = "void deep_ep::internode::{}<true, 8, 9>"
-                    word = "dispatch" if part == "attention" else "combine"
-                    run.launch(name.format(word), stream=COMMUNICATION)
-        run.kinds.append("")
-    run.phase, run.step = "", -1
-    run.wait()
-
-
-PROGRAMS = {
-    "training": _training,
-    "inference": _inference,
-    "server": _server,
-    "pipeline": _pipeline,
+ADAM = _FOREACH.format("at::native::(anonymous namespace)::FusedAdamMathFunctor")
+_FILL, _ADD = _PLAIN.format("FillFunctor<float>"), _PLAIN.format("CUDAFunctor_add<float>")
+_GELU = _PLAIN.format("GeluCUDAKernelImpl")
+_FLASH = "void flash::flash_{0}_kernel<Flash_{0}_kernel_traits<64, 128, 128, 4>>"
+_DEEP_EP = "void deep_ep::internode::{}<true, 8, 9>"
+_NODE = "autograd::engine::evaluate_function: {}Backward0"
+_LOADER = "enumerate(DataLoader)#{loader}DataLoaderIter.__next__"
+ACTS = {
+    "around": _open("range", "{around}"),
+    "decoy": _open("range", "{decoy}"),
+    "torch_step": _open("range", "Optimizer.step#AdamW.step", Part.OPTIMIZER),
+    "torch_zero": _open("range", "Optimizer.zero_grad#AdamW.zero_grad", Part.ZERO_GRAD),
+    "own_loader": _open("range", "get_batch", Pause.RANGE),
+    "loader": _open("range", _LOADER, Part.DATA),
+    "tokenize": _open("range", "tokenize and log", Pause.RANGE),
+    "collector": _open("frame", "Python GC", Pause.COLLECTOR),
+    "autotune": _open("operator", "CachingAutotuner.benchmark_all_configs"),
+    "compiled": _open("operator", "Torch-Compiled Region: 0/0"),
+    "loss_node": _open("operator", _NODE.format("NllLoss"), Part.BACKWARD),
+    "node": _open("operator", _NODE.format("Addmm"), Part.BACKWARD),
+    "compiled_node": _open("operator", _NODE.format("CompiledFunction"), Part.BACKWARD),
+    "graph": _open("graph"),
+    "autograd": _open("thread"),
+    "loading": _open("thread", "beside"),
+    "embed": _kernel(_ADD, "aten::embedding"),
+    "norm": _kernel(_AT + "vectorized_layer_norm_kernel<float>", "aten::native_layer_norm"),
+    "fused_norm": _kernel("triton_per_fused_add_native_layer_norm_{layer}"),
+    "linear": _kernel(MATMULS[0], "aten::addmm"),
+    "attend": _kernel(_FLASH.format("fwd"), "aten::_flash_attention_forward"),
+    "gelu": _kernel(_GELU),
+    "fused_gelu": _kernel("triton_poi_fused_add_native_layer_norm_{layer}"),
+    "softmax": _kernel("void cunn_SoftMaxForward<4, float, float>", "aten::_log_softmax"),
+    "nll": _kernel(_AT + "nll_loss_forward_reduce_cuda_kernel_2d<float>"),
+    "nll_back": _kernel(_AT + "nll_loss_backward_reduce_cuda_kernel_2d<float>"),
+    "attend_back": _kernel(_FLASH.format("bwd")),
+    "mm": _kernel(MATMULS[1], "aten::mm"),
+    "mm_forward": _kernel(MATMULS[0], "aten::mm"),
+    "adam": _kernel(ADAM, "aten::_fused_adamw_"),
+    "plain": _kernel(_ADD, "aten::add_"),
+    "norm_grads": _kernel(_FOREACH.format("LpNormFunctor"), "aten::_foreach_norm"),
+    "scale_grads": _kernel(_FOREACH.format("BinaryOpListAlphaFunctor"), "aten::_foreach_mul_"),
+    "fill": _kernel(_FILL, "aten::zero_", 3 * MICROSECOND),
+    "add": _kernel(_ADD, "aten::add_"),
+    "side_gelu": _kernel(_GELU, stream=SIDE),
+    "divide": _kernel(_FILL, "aten::div_", stream=COPIES),
+    "dispatch": _kernel(_DEEP_EP.format("dispatch"), stream=COMMUNICATION),
+    "combine": _kernel(_DEEP_EP.format("combine"), stream=COMMUNICATION),
+    "download": _copy("DtoH (Device -> Pageable)"),
+    "pageable": _copy("HtoD (Pageable -> Device)"),
+    "pinned": _copy("HtoD (Pinned -> Device)"),
+    "copy_ahead": _copy("HtoD (Pinned -> Device)", "", COPIES),
+    "fetch": _pause(Pause.DATA, 20 * MICROSECOND),
+    "fetch_long": _pause(Pause.DATA, 12 * MILLISECOND),
+    "prepare": _pause(Pause.PREPARING, 30 * MICROSECOND),
+    "think": _pause(Pause.PREPARING, 3 * MILLISECOND),
+    "hide": _pause("{hides}", 4 * MILLISECOND),
+    "wait_all": Act("wait", name="cudaDeviceSynchronize", stream=-1),
+    "wait_event": Act("wait", name="cudaEventSynchronize", stream=-1),
+    "wait_copy": Act("wait", name="cudaStreamSynchronize"),
+    "wait_copies": Act("join", of_stream=COPIES),
+    "wait_ranks": Act("join", of_stream=COMMUNICATION),
+    "side_waits": Act("join", stream=SIDE),
+    "wait_side": Act("join", of_stream=SIDE),
 }
+ACTS |= {
+    f"{name}_module": _open("frame", f"nn.Module: {name}_{{layer}}")
+    for name in ("Block", "LayerNorm", "Linear", "Attention")
+}
+COLLECTIVES = {
+    "gather": ("all-gather", "_allgather_base", "AllGather", 1),
+    "reduce": ("all-reduce", "allreduce", "AllReduce_Sum_bf16", 2),
+    "scatter": ("reduce-scatter", "_reduce_scatter_base", "ReduceScatter_Sum_bf16", 2),
+}
+"""What each is called here, by `record_param_comms` and in its kernel; MB of messages differ."""
+_NCCL = "ncclDevKernel_{}_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def simulate(plan: Plan, make: Callable[[Plan], Run] = Run) -> Run:
-    """Run the whole program on the machine that is made for it."""
-    run = make(plan)
-    with ExitStack() as stack:
-        if plan.around:
-            stack.enter_context(run.span("range", plan.around))
-        PROGRAMS[plan.kind](run)
-    return run
+class Writer:
+    """Writes the acts of a program."""
 
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.random = plan, random.Random(plan.seed)
+        self.acts: list[Act] = []
+        self.at = {name: Act._field_defaults[name] for name in Act._fields[-6:]}
+        self.opened: list[tuple[bool, Act, dict[str, Any]]] = []
+        self.facts: dict[str, Any] = {**vars(plan), "turns": 3 * plan.steps, "label": ""}
+        self.facts |= {"takes_outside": plan.style in ("lightning", "iteration")}
+        self.facts |= {"names_loss": Part.LOSS in STYLES[plan.style]}
+        self.facts |= {"scale": 1, "layer": -1, "n": -1}
+        self.numbers: Counter[int] = Counter()
+        """How many operators of each thread had a sequence number."""
+        self.nodes: dict[int, int] = {}
+        """The sequence number of each layer's operator of forward."""
+        self.write("program")
 
-@dataclass(frozen=True)
-class Recorded:
-    """What the file of one rank holds."""
+    def write(self, rule: str) -> None:
+        for symbol in RULES[rule].split():
+            name, count, asked = re.findall(r"^([-\w]+|})(?:\*(-?\w+))?(\S*?){?$", symbol)[0]
+            is_asked = all(map(self.holds, re.findall(r"[?!][\w=]+", asked)))
+            if name == "}":
+                is_open, act, self.at = self.opened.pop()
+                if is_open:
+                    self.add(act._replace(verb="close"))
+            elif symbol.endswith("{"):
+                self.open(name, is_asked)
+            elif is_asked and count:
+                self.repeat(name, count)
+            elif is_asked:
+                self.act(name)
 
-    plan: Plan
-    rank: int
-    spans: list[Span]
-    jobs: list[Job]
-    doing: list[Doing]
-    """What the host did besides launching, the whole truth."""
-    kinds: list[str]
-    lost: list[Job]
-    """Kernels and copies of the program that are not in the file."""
+    def holds(self, condition: str) -> bool:
+        name, _, value = condition[1:].partition("=")
+        fact = self.facts[name]
+        return (str(fact) == value if value else bool(fact)) == (condition[0] == "?")
 
-    def __post_init__(self) -> None:
-        self.jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
+    def repeat(self, rule: str, count: str) -> None:
+        number, before = self.facts[count.strip("-")], self.at
+        counter = _COUNTERS.get(count.strip("-"), "step")
+        for index in range(number)[:: -1 if count[0] == "-" else 1]:
+            self.facts |= {counter: index, f"is_first_{counter}": index == 0}
+            self.facts |= {f"is_last_{counter}": index == number - 1}
+            self.facts |= {f"is_middle_{counter}": index == number // 2}
+            self.at = self.at | ({counter: index} if counter in self.at else {})
+            self.act(rule)
+        self.facts["layer"], self.at = -1, before
 
+    def open(self, name: str, is_asked: bool) -> None:
+        """Open what the name stands for, if that is asked for and the host does it itself."""
+        before, act = self.at, ACTS.get(name) or self.region(name)
+        is_open = is_asked and not before["is_in_graph"] and act.kind + act.name != "range"
+        if is_asked:
+            self.at = before | _CHANGES.get(name.split("-")[-1], {})
+        if is_open:
+            self.add(act)
+        self.opened.append((is_open, act, before))
 
-def recorded(run: Run, rank: int = 0) -> Recorded:
-    """What the profiler keeps of the rank: events that lie within the cut, but for lost ones."""
-    plan, machine = run.plan, run.machines[rank]
-    random_ = random.Random(plan.seed)
-    low, high = (math.ceil(part * machine.now) for part in plan.cut)
+    def region(self, name: str) -> Act:
+        """A part of the program, in a range if the style names such parts."""
+        part, _, letter = name.partition("-")
+        part = self.facts["turn"] if name == "turn" else part
+        self.facts |= {"n": self.facts["n"] + (name == "step"), "letter": letter}
+        means = _CHANGES.get(letter, {}).get("phase", part)
+        text = STYLES[self.plan.style].get(part, "")
+        return _open("range", text, means)._replace(label=self.facts["label"])
 
-    def is_kept(kind: str, start_ns: int, end_ns: int) -> bool:
-        lost = {"launches": "call", "operators": "operator", "ranges": "range", "kernels": "kernel"}
-        is_lost = kind == lost.get(plan.dropped) and random_.random() < 0.1
-        return low <= start_ns and end_ns <= high and not is_lost
+    def act(self, name: str) -> None:
+        if name in RULES:
+            self.write(name)
+        elif name in COLLECTIVES:
+            self.collective(name)
+        elif name in ACTS:
+            self.add(ACTS[name])
+        else:
+            getattr(self, name)()
 
-    spans = [span for span in machine.spans if is_kept(span.kind, span.start_ns, span.end_ns)]
-    jobs, lost = [], []
-    for job in machine.jobs:
-        start, end = job.start_ns + plan.shift_ns, job.end_ns + plan.shift_ns
-        kept = jobs if is_kept(job.kind, job.start_ns, job.end_ns) else lost
-        kept.append(replace(job, start_ns=start, end_ns=end))
-    return Recorded(plan, rank, spans, jobs, machine.doing, run.kinds, lost)
+    def add(self, act: Act) -> None:
+        """Add the act as it stands here, within its operator if it has one."""
+        act = self.numbered(act)._replace(**self.at)
+        if act.verb == "launch" and self.plan.limit == "copies" and "HtoD" in act.name:
+            act = act._replace(duration_ns=8 * MILLISECOND)
+        elif act.verb == "launch" and not act.duration_ns:
+            usual = self.facts["scale"] * (5 if self.plan.limit == "host" else 60) * MICROSECOND
+            act = act._replace(duration_ns=int(usual * self.random.uniform(0.5, 1.5)))
+        name, means = act.name.format_map(self.facts), act.means.format_map(self.facts)
+        acts = [act._replace(name=name, means=means)]
+        if act.operator and not act.is_in_graph:
+            operator = act._replace(verb="open", kind="operator", name=act.operator)
+            acts = [operator, *acts, operator._replace(verb="close")]
+        self.acts += acts
+
+    def numbered(self, act: Act) -> Act:
+        """The act with the sequence number of an operator that makes a node of backward, or of that
+        node; threads number theirs apart, so that a recomputation has the numbers of forward.
+        """
+        layer, thread = self.facts["layer"], self.at["thread"]
+        if act.operator == "aten::addmm":
+            number, of_forward = self.numbers[thread], 0
+            self.numbers[thread] += 1
+            if self.at["phase"] == Part.FORWARD:
+                self.nodes[layer] = number
+        elif act.name.startswith("autograd::"):
+            number, of_forward = self.nodes.get(layer, -1), MAIN
+        else:
+            return act
+        return act._replace(args={"Sequence number": number, "Fwd thread id": of_forward})
+
+    def move(self) -> None:
+        """Copy what was computed to the device of the layer, or to the first one outside of all
+        layers; its work waits for that.
+        """
+        device = max(self.facts["layer"], 0) * self.plan.devices // self.plan.layers
+        before = self.at["device"]
+        if device != before:
+            self.add(_copy(f"PtoP (Device {before} -> Device {device})", ""))
+            self.at = self.at | {"device": device}
+            self.add(Act("join", of_device=before))
+
+    def collective(self, name: str) -> None:
+        self.add(Act("join", stream=COMMUNICATION))
+        _, of_torch, of_kernel, scale = COLLECTIVES[name]
+        number = self.random.randrange(4, 12) * scale * 500_000
+        args = {
+            "Collective name": of_torch,
+            "In msg nelems": number,
+            "Out msg nelems": number,
+            "Group size": self.plan.ranks,
+            "dtype": "BFloat16",
+            "Process Group Name": "0",
+            "Process Group Description": "default_pg",
+            "Process Group Ranks": str([*range(self.plan.ranks)]),
+        }
+        act = _kernel(_NCCL.format(of_kernel), "record_param_comms", 10, COMMUNICATION)
+        self.add(act._replace(args=args))
+
+    def draw_turn(self) -> None:
+        """Draw what a server does next: it fills the cache by launches, and decodes by a graph."""
+        is_prefill, pick = self.random.random() < 0.3, self.random.choice
+        batch = pick((1, 4, 8)) if is_prefill else pick((16, 32))
+        tokens = batch * 1024 if is_prefill else batch
+        turn = Part.PREFILL if is_prefill else Part.DECODE
+        self.facts |= {"turn": turn, "is_decode": not is_prefill, "scale": 1 + 3 * is_prefill}
+        self.facts |= {"batch": batch, "tokens": tokens, "label": f"{turn} {batch} {tokens}"}
+        self.facts["decoding"] = pick((2, 8)) if is_prefill and self.plan.is_mixed else 0

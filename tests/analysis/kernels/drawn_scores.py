@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,15 @@ from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.section import Finding
 from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
-from tests.analysis.kernels.drawn_claims import CAUSES, claims
+from tests.analysis.kernels.drawn_claims import CAUSES, TOLERANCE, claims, rank_claims
 from tests.analysis.kernels.drawn_files import write
+from tests.analysis.kernels.drawn_machine import Recorded, recorded, simulate
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import Recorded, recorded, simulate
-from tests.analysis.kernels.drawn_ranks import rank_claims
-from tests.analysis.kernels.drawn_truth import MODULE, Truth, length
+from tests.analysis.kernels.drawn_truth import MODULE, Truth
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
 
-RIGHT, NOT_SEEN, FALSE, GUESS = "right", "not seen", "false", "guess"
+RIGHT, NOT_SEEN, GUESS, FALSE = VERDICTS = "right", "not seen", "guess", "false"
 
 
 @dataclass(frozen=True)
@@ -38,34 +37,40 @@ class Score:
     verdict: str
     cause: str = ""
     """What kind of mistake it is."""
-    said: str = ""
-    true: str = ""
+    said: object = ""
+    true: object = ""
+
+
+def _judged(kind: str, is_right: bool, *about: object) -> Score:
+    return Score(kind, RIGHT if is_right else FALSE, *about)  # type: ignore[arg-type]
+
+
+def _compared(kind: str, said: object, true: object, cause: str = "") -> Score:
+    return _judged(kind, said == true, cause, said, true)
 
 
 def scores(plan: Plan, directory: Path) -> list[Score]:
     """Simulate the program, read its files and compare."""
-    run = simulate(plan)
-    files = [recorded(run, rank) for rank in range(plan.ranks)]
+    machines = simulate(plan)
+    files = [recorded(machine, rank) for rank, machine in enumerate(machines)]
     truth = Truth(files[0])
     paths = [write(file, directory) for file in files]
     if not truth.kernels:
         return []
     attribution = attribute(read_trace(paths[0]))
     profile = summarise(attribution, source="drawn")
-    said = findings(Explained(profile=profile))
     made = [
         *_sums(profile, truth),
         *_steps(profile, truth),
         *_labels(profile, truth),
-        *_phases(attribution, truth),
-        *_modules(attribution, truth),
+        *_kernels(attribution, truth),
         *_operators(attribution, profile, truth),
-        *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
-        *_idle(profile, truth),
-        *_reasons(profile, truth),
+        *_busy(attribution, profile, truth),
         *_communication(profile, truth),
-        *_findings(said, profile, truth),
+        *_findings(findings(Explained(profile=profile)), profile, truth),
     ]
+    if truth.is_timed:
+        made += [*_idle(profile, truth), *_reasons(profile, truth)]
     if plan.ranks > 1 and plan.cut == (0, 1) and not plan.dropped:
         made += _ranks(_of_all(paths[0]), files)
     return made
@@ -90,14 +95,10 @@ def scored(first: int, count: int, directory: Path) -> list[tuple[int, Score]]:
     return made
 
 
-def _compared(kind: str, said: object, true: object, cause: str = "") -> Score:
-    verdict = RIGHT if said == true else FALSE
-    return Score(kind, verdict, cause, str(said), str(true))
-
-
 def _sums(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     yield _compared("sums", profile.num_kernels, len(truth.kernels), "number of kernels")
-    yield _compared("sums", ns(profile.kernel_s), truth.kernel_ns, "time of kernels")
+    true = sum(job.end_ns - job.start_ns for job in truth.kernels)
+    yield _compared("sums", ns(profile.kernel_s), true, "time of kernels")
     in_steps = sum(sum(phase.launches) for phase in profile.phases)
     modules = sum(module.count for module in profile.modules)
     yield _compared("sums", modules, in_steps, "kernels of modules")
@@ -111,103 +112,71 @@ def _is_of_file(profile: StepProfile, truth: Truth) -> bool:
 
 def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     right, is_shown = truth.step_counts()
-    said = profile.num_steps
+    said, spans = profile.num_steps, truth.step_ranges
     how = f"{truth.plan.style}, {'ranges of steps' if is_shown else 'no ranges of steps'}"
     if _is_of_file(profile, truth):
-        yield Score("steps", NOT_SEEN, how, "the whole file", str(sorted(right)))
+        yield Score("steps", NOT_SEEN, how, "the whole file", sorted(right))
         return
-    verdict = RIGHT if said in right else FALSE
-    yield Score("steps", verdict, how, str(said), str(sorted(right)))
-    spans = truth.step_ranges
-    if not is_shown or said != len(spans) or not truth.is_listed:
-        return
-    durations = [span.end_ns - span.start_ns for span in spans]
-    yield _compared("step times", [ns(time) for time in profile.step_s], durations, how)
-    launches = [0] * said
-    for phase in profile.phases:
-        launches = [a + b for a, b in zip(launches, phase.launches, strict=True)]
-    true = [len(truth.launched_in(span)) for span in spans]
-    yield _compared("kernels of steps", launches, true, how)
+    yield _judged("steps", said in right, how, said, sorted(right))
+    if is_shown and said == len(spans) and truth.is_listed:
+        durations = [span.end_ns - span.start_ns for span in spans]
+        yield _compared("step times", [ns(time) for time in profile.step_s], durations, how)
+        by_phase = [phase.launches for phase in profile.phases]
+        launches = [sum(counts) for counts in zip(*by_phase, strict=True)]
+        true = [len(truth.launched_in(span)) for span in spans]
+        yield _compared("kernels of steps", launches, true, how)
 
 
 def _labels(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     """The kinds of steps of servers, with batch and tokens where the range's name says them."""
-    spans = [span for span in truth.step_ranges if span.means != Part.STEP]
+    spans = [span for span in truth.step_ranges if span.act.means != Part.STEP]
     if not spans or len(spans) != profile.num_steps:
         return
     if not profile.step_labels:
-        is_one = len({truth.recorded.kinds[span.number] for span in spans}) == 1
+        is_one = len({span.act.label for span in spans}) == 1
         yield Score("kinds", RIGHT if is_one else NOT_SEEN, truth.plan.style)
         return
     for span, label in zip(spans, profile.step_labels, strict=True):
-        kind, batch, tokens = truth.recorded.kinds[span.number].split()
-        said = f"{label.kind} {label.batch} {label.tokens}"
-        if kind == Part.PREFILL and truth.plan.is_mixed:
-            continue
-        is_right = label.kind == kind and label.batch in (None, int(batch))
-        is_right = is_right and label.tokens in (None, int(tokens))
-        yield Score("kinds", RIGHT if is_right else FALSE, "", said, f"{kind} {batch} {tokens}")
+        kind, batch, tokens = span.act.label.split()
+        if kind == Part.DECODE or not truth.plan.is_mixed:
+            is_right = label.kind == kind and label.batch in (None, int(batch))
+            is_right = is_right and label.tokens in (None, int(tokens))
+            yield _judged("kinds", is_right, "", label, span.act.label)
 
 
-def _modules(attribution: Attribution, truth: Truth) -> Iterator[Score]:
-    """The module of each kernel by the frames of Python, and by autograd's nodes."""
+def _kernels(attribution: Attribution, truth: Truth) -> Iterator[Score]:
+    """Phases of kernels and of copies that have one, and modules by the frames of Python and by
+    autograd's nodes.
+    """
     trace, jobs = attribution.trace, attribution.jobs
     base = 0 if truth.plan.is_nsys else BASE_NS
     said = {}
-    for row in range(len(trace.kernels)):
+    for row in range(len(jobs)):
         name = trace.strings[trace.ranges.name[jobs.module[row]]] if jobs.module[row] >= 0 else ""
         key = int(jobs.start_ns[row]) - base, int(jobs.stream[row]), int(jobs.device[row])
-        said[key] = name if name.startswith(MODULE) else ""
-    counts: Counter[tuple[str, str]] = Counter()
-    for job in truth.kernels:
-        claim, true = said[job.start_ns, job.stream, job.device], truth.module_of(job)
-        if not true and not claim:
+        module = name if name.startswith(MODULE) else ""
+        said[key] = PHASES[jobs.phase[row]].value, module
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for job in truth.jobs:
+        phase, module = said[job.start_ns, job.act.stream, job.act.device]
+        if job.kind == "copy" and phase == "unattributed":
             continue
-        verdict = RIGHT if claim == true else FALSE
-        counts[verdict if claim else NOT_SEEN, f"{job.phase}: {true} -> {claim}"] += 1
-    for (verdict, cause), count in counts.items():
-        yield Score("modules", verdict, cause, f"{count} kernels")
-
-
-def _operators(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
-    """Time by operator, where all kernels are in steps."""
-    if not profile.operators:
-        return
-    times = sum(ns(time) for phase in profile.phases for time in phase.kernel_s)
-    yield _compared("sums", sum(ns(part.total_s) for part in profile.operators), times, "operators")
-    true: Counter[str] = Counter()
-    for job in truth.kernels:
-        true[truth.operator_of(job)] += job.end_ns - job.start_ns
-    said: Counter[str] = Counter()
-    for part in profile.operators:
-        said[part.name] += ns(part.total_s)
-    if _is_complete(profile) and (attribution.jobs.step >= 0).all():
-        yield _compared("operators", dict(sorted(said.items())), dict(sorted(true.items())))
-
-
-def _phases(attribution: Attribution, truth: Truth) -> Iterator[Score]:
-    base = 0 if truth.plan.is_nsys else BASE_NS
-    jobs = attribution.jobs
-    said = {}
-    for row in range(len(attribution.trace.kernels)):
-        key = int(jobs.start_ns[row]) - base, int(jobs.stream[row]), int(jobs.device[row])
-        said[key] = PHASES[jobs.phase[row]].value
-    counts: Counter[tuple[str, str]] = Counter()
-    for job in truth.kernels:
-        claim = said[job.start_ns, job.stream, job.device]
-        right, evidence = truth.phase_of(job)
-        verdict = _of_phase(claim, right, evidence)
-        cause = f"{job.phase or 'no phase'} ({evidence or 'nothing shows it'}) -> {claim}"
-        counts[verdict, cause] += 1
-    for (verdict, cause), count in counts.items():
-        yield Score("phases", verdict, cause, f"{count} kernels")
+        evidence, true = truth.evidence(job), truth.module_of(job)
+        verdict = _of_phase(phase, truth.phases_of(job), evidence)
+        cause = f"{job.act.phase or 'no phase'} ({evidence or 'nothing shows it'}) -> {phase}"
+        counts["phases", verdict, cause] += 1
+        if (true or module) and job.kind == "kernel":
+            verdict = _judged("", module == true).verdict if module else NOT_SEEN
+            counts["modules", verdict, f"{job.act.phase}: {true} -> {module}"] += 1
+    for (kind, verdict, cause), count in counts.items():
+        yield Score(kind, verdict, cause, f"{count} kernels")
 
 
 def _of_phase(claim: str, right: set[str], evidence: str) -> str:
     if claim in right:
         return RIGHT if evidence else GUESS
     if claim == "unattributed":
-        return RIGHT if right == {""} or right == {"clip"} else NOT_SEEN
+        return RIGHT if right in ({""}, {"clip"}) else NOT_SEEN
     return FALSE
 
 
@@ -216,38 +185,47 @@ def _is_complete(profile: StepProfile) -> bool:
     return not (left.outside or left.warmup or left.no_launch or left.cut)
 
 
-def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Score]:
-    if truth.plan.devices > 1:
-        return
-    busy = sum(ns(time) for phase in profile.phases for time in phase.busy_s)
+def _is_whole(attribution: Attribution, profile: StepProfile) -> bool:
+    return _is_complete(profile) and bool((attribution.jobs.step >= 0).all())
+
+
+def _operators(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Time by operator, where all kernels are in steps."""
+    said, true = Counter[str](), Counter[str]()
+    for part in profile.operators:
+        said[part.name] += ns(part.total_s)
+    for job in truth.kernels:
+        true[truth.operator_of(job)] += job.end_ns - job.start_ns
+    if said:
+        times = sum(ns(time) for phase in profile.phases for time in phase.kernel_s)
+        yield _compared("sums", said.total(), times, "operators")
+        if _is_whole(attribution, profile):
+            yield _judged("operators", said == true, "", said, true)
+
+
+def _busy(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    # the mean over the devices, each of whose times is rounded
+    devices, count = truth.plan.devices, profile.num_steps * len(profile.phases)
+    busy = devices * sum(ns(time) for phase in profile.phases for time in phase.busy_s)
     wall = sum(ns(time) for phase in profile.phases for time in phase.wall_s)
-    true, (first, last) = length(truth.busy()), truth.bounds
     if _is_of_file(profile, truth):
-        yield _compared("busy", wall, last - first, "bounds of the file")
-    is_whole = is_whole and _is_complete(profile)
-    if is_whole and not truth.plan.shift_ns:
-        yield _compared("busy", busy, true, "busy time")
-    elif busy > true:
-        yield Score("busy", FALSE, "more than there is", str(busy), str(true))
+        yield _compared("busy", wall, truth.profiled_ns, "bounds of the file")
+    if _is_whole(attribution, profile) and not truth.plan.shift_ns:
+        is_right = abs(busy - truth.busy_ns) <= (devices - 1) * count
+        yield _judged("busy", is_right, "busy time", busy, truth.busy_ns)
+    elif devices == 1 and busy > truth.busy_ns:
+        yield Score("busy", FALSE, "more than there is", busy, truth.busy_ns)
 
 
 def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
-    if not truth.is_timed:
-        return
-    wall = truth.bounds[1] - truth.bounds[0]
-    said: dict[str, int] = {}
+    said: Counter[str] = Counter()
     for row in profile.idle:
-        said[row.cause] = said.get(row.cause, 0) + ns(row.total_s)
+        said[str(row.cause)] += ns(row.total_s)
+    slack = TOLERANCE * truth.profiled_ns
     for cause, time_ns in said.items():
-        reasons = CAUSES.get(str(cause), (str(cause),))
-        if cause == "end of step" or time_ns < 0.02 * wall:
-            continue
-        most = truth.idle_at_most(*reasons)
-        verdict = RIGHT if time_ns <= most + 0.02 * wall else FALSE
-        main = _main_reason(truth)
-        yield Score(
-            "idle", verdict, f"{cause}; truly {main}", f"{time_ns} ns {cause}", f"at most {most}"
-        )
+        if cause != "end of step" and time_ns >= slack:
+            most = truth.idle_at_most(*CAUSES.get(cause, (cause,)))
+            yield _judged("idle", time_ns <= most + slack, cause, time_ns, f"at most {most}")
 
 
 _NAMED = {
@@ -262,66 +240,51 @@ _NAMED = {
 
 def _reasons(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     """Whether idle times are explained by what was open on the host, and by nothing else."""
-    if not truth.is_timed:
-        return
     said = " ".join(f"{gap.cause} {gap.host_range} {gap.host_call}" for gap in profile.gaps)
-    first, last = truth.bounds
     for reason, names in _NAMED.items():
-        is_long = truth.idle_ns(reason) > 0.1 * (last - first)
+        is_long = truth.idle_ns(reason) > 0.1 * truth.profiled_ns
         if is_long and any(re.search(names, span.name) for span in truth.written):
             verdict = RIGHT if re.search(names, said) else NOT_SEEN
             yield Score("idle reasons", verdict, str(reason))
     for gap in profile.gaps:
-        alike = [one for one in truth.all_gaps() if abs(one.length_ns - ns(gap.duration_s)) < 2_000]
+        length = ns(gap.duration_s)
+        alike = [one for one in truth.gaps if one.holds(length)]
         # a gap at the edge of a step is a part of one
         if gap.before and gap.host_range and alike and gap.duration_s > 1e-4:
-            is_right = any(truth.is_open(gap.host_range, one) for one in alike)
-            verdict = RIGHT if is_right else FALSE
-            true = str([one.reasons for one in alike][:2])
-            yield Score("idle reasons", verdict, "what was open", gap.host_range, true)
-
-
-def _main_reason(truth: Truth) -> str:
-    reasons: dict[str, int] = {}
-    for gap in truth.gaps():
-        for reason, part in gap.reasons.items():
-            reasons[reason] = reasons.get(reason, 0) + part
-    return max(reasons, key=reasons.__getitem__) if reasons else "nothing"
+            is_right = any(truth.is_open(gap.host_range, one, length) for one in alike)
+            true = [one.reasons for one in alike][:2]
+            yield _judged("idle reasons", is_right, "what was open", gap.host_range, true)
 
 
 def _communication(profile: StepProfile, truth: Truth) -> Iterator[Score]:
-    total, exposed = truth.collectives()
     if truth.plan.devices > 1:
         return
     rows = [row for row in profile.communication if row.collective is None]
     said = sum(ns(time) for row in rows for time in row.total_s)
     alone = sum(ns(time) for row in rows for time in row.exposed_s)
+    total, exposed = truth.collectives
     if not said:
         if total:
-            yield Score("communication", NOT_SEEN, truth.plan.style, "0", str(total))
-        return
-    # where clocks do not agree, some collectives seem to run outside of the steps
-    if not _is_complete(profile) or truth.plan.shift_ns:
-        verdict = RIGHT if said <= total and alone <= exposed else FALSE
-        yield Score("communication", verdict, "of a part", f"{said} {alone}", f"{total} {exposed}")
-        return
-    yield _compared("communication", said, total, "total")
-    yield _compared("communication", alone, exposed, "exposed")
+            yield Score("communication", NOT_SEEN, truth.plan.style, "0", total)
+    elif _is_complete(profile) and not truth.plan.shift_ns:
+        yield _compared("communication", said, total, "total")
+        yield _compared("communication", alone, exposed, "exposed")
+    else:  # where clocks do not agree, some collectives seem to run outside of the steps
+        is_part = said <= total and alone <= exposed
+        yield _judged("communication", is_part, "of a part", (said, alone), (total, exposed))
 
 
 def _ranks(profile: StepProfile, files: Sequence[Recorded]) -> Iterator[Score]:
     for what, said, true in rank_claims(profile, files):
         if said is None and true:
-            yield Score("ranks", NOT_SEEN, what, "", str(true))
-        elif not _is_complete(profile) and what != "ranks of groups":
-            if what == "median skew":
-                continue
+            yield Score("ranks", NOT_SEEN, what, "", true)
+        elif _is_complete(profile) or what == "ranks of groups":
+            yield _compared("ranks", said or None, true or None, what)
+        elif what != "median skew":
             # collectives outside of the steps are not among those that are told
             whole = zip(_listed(said), _listed(true), strict=True)
-            is_right = all(part <= total for part, total in whole)
-            yield Score("ranks", RIGHT if is_right else FALSE, f"{what} of a part")
-        else:
-            yield _compared("ranks", said or None, true or None, what)
+            is_part = all(part <= total for part, total in whole)
+            yield _judged("ranks", is_part, f"{what} of a part", said, true)
 
 
 def _listed(value: object) -> list[float]:
@@ -334,41 +297,31 @@ def _listed(value: object) -> list[float]:
 def _findings(said: Sequence[Finding], profile: StepProfile, truth: Truth) -> Iterator[Score]:
     for finding in said:
         for claim in claims(finding, profile.num_steps, truth):
-            verdict = RIGHT if claim.is_right else FALSE
-            yield Score("sentences", verdict, claim.what, finding.text, claim.true)
-    first, last = truth.bounds
-    if not truth.is_timed or truth.idle_ns(Pause.DATA) < 0.25 * (last - first):
-        return
-    if any(span.means == Part.DATA for span in truth.ranges):
+            yield _judged("sentences", claim.is_right, claim.what, finding.text, claim.true)
+    waits = truth.is_timed and truth.idle_ns(Pause.DATA) >= 0.25 * truth.profiled_ns
+    if waits and any(span.act.means == Part.DATA for span in truth.ranges):
         is_told = any("data" in finding.text.lower() for finding in said)
         yield Score("data", RIGHT if is_told else NOT_SEEN, "data limits")
 
 
 def table(made: Sequence[tuple[int, Score]]) -> str:
-    """Figures by kind, then what fails, by cause, with the smallest seed."""
-    kinds: dict[str, dict[str, int]] = {}
-    failures: dict[tuple[str, str, str], list[tuple[int, Score]]] = {}
+    """Figures by kind, then what fails, by cause, with the smallest seeds."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    failures: defaultdict[tuple[str, str, str], list[tuple[int, Score]]] = defaultdict(list)
     for seed, score in made:
-        counts = kinds.setdefault(score.kind, {})
-        counts[score.verdict] = counts.get(score.verdict, 0) + 1
-        if score.verdict != RIGHT:
-            failures.setdefault((score.verdict, score.kind, score.cause), []).append((seed, score))
-    verdicts = (RIGHT, NOT_SEEN, GUESS, FALSE)
-    lines = [f"| kind | {' | '.join(verdicts)} |", "|---|---|---|---|---|"]
-    for kind, counts in kinds.items():
-        lines.append(f"| {kind} | {' | '.join(str(counts.get(v, 0)) for v in verdicts)} |")
+        counts[score.kind][score.verdict] += 1
+        counts["all"][score.verdict] += 1
+        failures[score.verdict, score.kind, score.cause].append((seed, score))
+    lines = [f"| kind | {' | '.join(VERDICTS)} |", "|---|---|---|---|---|"]
+    for kind, of_kind in counts.items():
+        lines.append(f"| {kind} | {' | '.join(str(of_kind[verdict]) for verdict in VERDICTS)} |")
     for wanted in (FALSE, GUESS, NOT_SEEN):
-        lines += [
-            "",
-            f"## {wanted}",
-            "",
-            "| kind | cause | draws | seeds | said | true |",
-            "|---|---|---|---|---|---|",
-        ]
+        lines += ["", f"## {wanted}", "", "| kind | cause | draws | seeds | said | true |"]
+        lines.append("|---|---|---|---|---|---|")
         rows = [(key, value) for key, value in failures.items() if key[0] == wanted]
         for (_, kind, cause), seen in sorted(rows, key=lambda row: -len(row[1])):
             seeds = " ".join(str(seed) for seed, _ in seen[:4])
-            said, true = seen[0][1].said[:160], seen[0][1].true[:120]
+            said, true = str(seen[0][1].said)[:160], str(seen[0][1].true)[:120]
             lines.append(f"| {kind} | {cause} | {len(seen)} | {seeds} | {said} | {true} |")
     return "\n".join(lines)
 

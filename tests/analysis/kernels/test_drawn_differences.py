@@ -19,47 +19,39 @@ from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.difference import Difference
 from cs336.report.sections.kernels.compared import Sides, compared_traces, module_amounts
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_machine import Job, Run
-from tests.analysis.kernels.drawn_plans import MICROSECOND, MILLISECOND, Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import MATMULS, recorded, simulate
+from tests.analysis.kernels.drawn_machine import Machine, recorded, simulate
+from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
+from tests.analysis.kernels.drawn_programs import MATMULS, MICROSECOND, MILLISECOND, Act
 
 ALL = 1_000
 SEEDS = 8
 SLOWER, EXTRA = MATMULS[0], "void cs336_injected_kernel<float>(float*)"
 
 
-class Slower(Run):
+class Slower(Machine):
     """One kernel takes 3 ms longer."""
 
-    def launch(self, name: str, duration_ns: int = 0, /, **how: object) -> list[Job]:
-        jobs = super().launch(name, duration_ns, **how)  # type: ignore[arg-type]
-        return _longer(self, jobs, 3 * MILLISECOND if name == SLOWER else 0)
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        duration, rate, between = super().costs(act)
+        return duration + 3 * MILLISECOND * (act.name == SLOWER), rate, between
 
 
-class More(Run):
+class More(Machine):
     """A kernel more in each layer."""
 
-    def launch(self, name: str, duration_ns: int = 0, /, **how: object) -> list[Job]:
-        jobs = super().launch(name, duration_ns, **how)  # type: ignore[arg-type]
-        if name == SLOWER:
-            super().launch(EXTRA, 2 * MILLISECOND)
-        return jobs
+    def launch(self, act: Act) -> None:
+        super().launch(act)
+        if act.name == SLOWER:
+            super().launch(act._replace(name=EXTRA, duration_ns=2 * MILLISECOND))
 
 
-class LongerBackward(Run):
+class LongerBackward(Machine):
     """Each kernel of backward takes 500 µs longer."""
 
-    def launch(self, name: str, duration_ns: int = 0, /, **how: object) -> list[Job]:
-        jobs = super().launch(name, duration_ns, **how)  # type: ignore[arg-type]
-        return _longer(self, jobs, 500 * MICROSECOND if self.phase == Part.BACKWARD else 0)
-
-
-def _longer(run: Run, jobs: list[Job], by_ns: int) -> list[Job]:
-    """The jobs just launched, each so much longer; their streams are free later."""
-    for machine, job in zip(run.machines, jobs, strict=True):
-        job.end_ns += by_ns
-        machine.free[job.device, job.stream] = job.end_ns
-    return jobs
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        duration, rate, between = super().costs(act)
+        is_longer = act.phase == Part.BACKWARD
+        return duration + 500 * MICROSECOND * is_longer, rate, between
 
 
 def _plans() -> Iterator[Plan]:
@@ -92,11 +84,11 @@ def _plans() -> Iterator[Plan]:
 PLANS = list(_plans())
 
 
-def profile(plan: Plan, directory: Path, kind: type[Run] = Run) -> StepProfile:
+def profile(plan: Plan, directory: Path, kind: type[Machine] = Machine) -> StepProfile:
     """The profile of the program as this kind of run runs it."""
-    run = simulate(plan, kind)
+    machine = simulate(plan, kind)[0]
     directory.mkdir(exist_ok=True)
-    return summarise(attribute(read_trace(write(recorded(run), directory))), source="drawn")
+    return summarise(attribute(read_trace(write(recorded(machine), directory))), source="drawn")
 
 
 def compared(a: StepProfile, b: StepProfile) -> Difference:
@@ -108,16 +100,16 @@ def named_parts(difference: Difference) -> dict[str, float]:
     return dict(difference.findings[1].numbers)
 
 
-def kernel_ns(plan: Plan, name: str, kind: type[Run] = Run) -> int:
+def kernel_ns(plan: Plan, name: str, kind: type[Machine] = Machine) -> int:
     """The simulated time of one kernel over all steps."""
-    jobs = simulate(plan, kind).machines[0].jobs
-    return sum(job.end_ns - job.start_ns for job in jobs if job.name == name and job.step >= 0)
+    jobs = [job for job in simulate(plan, kind)[0].jobs if job.name == name]
+    return sum(job.end_ns - job.start_ns for job in jobs if job.act.step >= 0)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
 @pytest.mark.parametrize(("kind", "name"), [(Slower, SLOWER), (More, EXTRA)])
 def test_a_kernel_that_is_slower_or_new_is_named_first(
-    plan: Plan, kind: type[Run], name: str, tmp_path: Path
+    plan: Plan, kind: type[Machine], name: str, tmp_path: Path
 ) -> None:
     a, b = profile(plan, tmp_path / "a"), profile(plan, tmp_path / "b", kind)
     difference = compared(a, b)
@@ -130,7 +122,7 @@ def test_a_kernel_that_is_slower_or_new_is_named_first(
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
 def test_a_wait_of_the_host_is_named_first(plan: Plan, tmp_path: Path) -> None:
-    waits = replace(plan, hides=Pause.NOTHING_SEEN)
+    waits = replace(plan, hides=Pause.NOTHING)
     difference = compared(profile(plan, tmp_path / "a"), profile(waits, tmp_path / "b"))
     name, time_s = next(iter(named_parts(difference).items()))
     assert name == "idle, host pause"
@@ -148,7 +140,6 @@ def test_a_phase_that_is_longer_is_named_first(plan: Plan, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
 def test_two_draws_of_one_program_are_not_said_to_differ(plan: Plan, tmp_path: Path) -> None:
-    # what the seed decides besides the times depends on its remainders by 2 and 3
     again = replace(plan, seed=plan.seed + 6)
     difference = compared(profile(plan, tmp_path / "a"), profile(again, tmp_path / "b"))
     assert difference.findings[0].code == "step same"
@@ -174,7 +165,7 @@ def test_differences_add_up_to_that_of_the_whole(tmp_path: Path) -> None:
     for seed in range(40):
         made = tmp_path / str(seed)
         made.mkdir()
-        file = recorded(simulate(draw(seed)))
+        file = recorded(simulate(draw(seed))[0])
         if any(job.kind == "kernel" for job in file.jobs):
             profiles.append(summarise(attribute(read_trace(write(file, made))), source="drawn"))
     for pair in pairwise(profiles):

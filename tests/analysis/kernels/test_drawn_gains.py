@@ -22,9 +22,9 @@ from cs336.report.sections.kernels.gains import (
     waits_gain_s,
 )
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_machine import Run
+from tests.analysis.kernels.drawn_machine import Machine, recorded, simulate
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import recorded, simulate
+from tests.analysis.kernels.drawn_programs import Act
 
 DRAWS, PARTS = 96, 4
 MAX_OUTSIDE = 0.2
@@ -34,62 +34,62 @@ might save too.
 _COMPUTING = (Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.EVALUATION)
 
 
-class Graphed(Run):
+class Graphed(Machine):
     """Kernels are launched at once and follow each other at once."""
 
-    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
-        return (duration_ns, 0.0, 0) if kind == "kernel" else super().costs(name, kind, duration_ns)
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        return (act.duration_ns, 0.0, 0) if act.kind == "kernel" else super().costs(act)
 
 
-class Tight(Run):
+class Tight(Machine):
     """Kernels follow each other at once."""
 
-    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
-        return duration_ns, 1.0, 0
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        return act.duration_ns, 1.0, 0
 
 
-class Compiled(Run):
+class Compiled(Machine):
     """Forward and backward have matmuls and attention only, which are launched at once."""
 
-    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
-        if kind != "kernel" or self.phase not in _COMPUTING:
-            return super().costs(name, kind, duration_ns)
-        is_kept = any(part in name for part in ("nvjet", "gemm", "flash"))
-        return duration_ns if is_kept else 0, 0.0, 0
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        if act.kind != "kernel" or act.phase not in _COMPUTING:
+            return super().costs(act)
+        is_kept = any(part in act.name for part in ("nvjet", "gemm", "flash"))
+        return act.duration_ns if is_kept else 0, 0.0, 0
 
 
-class Fused(Run):
+class Fused(Machine):
     """The optimizer takes no time."""
 
-    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
-        is_of_optimizer = self.phase == Part.OPTIMIZER
-        return (0, 0.0, 0) if is_of_optimizer else super().costs(name, kind, duration_ns)
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        return (0, 0.0, 0) if act.phase == Part.OPTIMIZER else super().costs(act)
 
 
-class Ready(Run):
+class Ready(Machine):
     """Each batch is ready at once."""
 
-    def spend(self, duration_ns: int, what: str) -> None:
-        super().spend(0 if what == Pause.DATA else duration_ns, what)
+    def pause(self, act: Act) -> None:
+        super().pause(act._replace(duration_ns=0) if act.means == Pause.DATA else act)
 
 
-class Unwaited(Run):
+class Unwaited(Machine):
     """The host waits for nothing but the end of the program."""
 
-    def copy(self, name: str, duration_ns: int, stream: int = 7) -> None:
-        super().copy(name.replace("Pageable", "Pinned"), duration_ns, stream)
+    def wait(self, act: Act) -> None:
+        if act.name != "cudaStreamSynchronize":
+            super().wait(act)
 
 
 class Uncopied(Unwaited):
     """Copies take no time."""
 
-    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
-        return (0, 1.0, 0) if kind == "copy" else super().costs(name, kind, duration_ns)
+    def costs(self, act: Act) -> tuple[int, float, int]:
+        return (0, 1.0, 0) if act.kind == "copy" else super().costs(act)
 
 
-def bounds_s(entry: Explained) -> dict[type[Run], float]:
+def bounds_s(entry: Explained) -> dict[type[Machine], float]:
     """What is said to be gained at most, over all steps of the profile."""
-    bounds: dict[type[Run], float] = {
+    bounds: dict[type[Machine], float] = {
         Graphed: gain_s(entry, Remedy.GRAPHS),
         Tight: between_gain_s(entry),
         Compiled: gain_s(entry, Remedy.COMPILE),
@@ -102,13 +102,13 @@ def bounds_s(entry: Explained) -> dict[type[Run], float]:
     return bounds
 
 
-def beside_s(run: Run) -> float:
+def beside_s(machine: Machine) -> float:
     """Time of the work on all streams but the longest, which another program might do beside
     it.
     """
     times: Counter[int] = Counter()
-    for job in run.machines[0].jobs:
-        times[job.stream] += job.end_ns - job.start_ns
+    for job in machine.jobs:
+        times[job.act.stream] += job.end_ns - job.start_ns
     return (times.total() - max(times.values())) / 1e9
 
 
@@ -125,18 +125,18 @@ def test_no_remedy_gains_more_than_is_said(part: int, tmp_path: Path) -> None:
     over, compared = [], 0
     for seed in range(part * count, (part + 1) * count):
         plan = whole(draw(seed))
-        run = simulate(plan)
+        machine = simulate(plan)[0]
         place = tmp_path / str(seed)
         place.mkdir()
-        entry = Explained(profile=explain(write(recorded(run), place)))
-        whole_s = run.machines[0].now / 1e9
+        entry = Explained(profile=explain(write(recorded(machine), place)))
+        whole_s = machine.now / 1e9
         outside_s = whole_s - entry.span().profiled_s
         if outside_s > MAX_OUTSIDE * whole_s:
             continue
         compared += 1
         for remedy, bound_s in bounds_s(entry).items():
-            gained_s = whole_s - simulate(plan, remedy).machines[0].now / 1e9
-            if gained_s > bound_s + outside_s + beside_s(run):
+            gained_s = whole_s - simulate(plan, remedy)[0].now / 1e9
+            if gained_s > bound_s + outside_s + beside_s(machine):
                 over.append((seed, remedy.__name__, gained_s, bound_s, outside_s))
     assert not over
     assert compared > count / 2

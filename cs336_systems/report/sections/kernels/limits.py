@@ -78,16 +78,20 @@ def undoubted_limit(entry: Explained) -> Limit | None:
     is_small = exposed_s < MIN_EXPOSED_SHARE * span.whole_s
     if not (is_computing or is_small):
         return Limit.COMMUNICATION
-    return Limit.ONE_STEP if _is_one_of_others(entry) else Limit.GPU
+    return Limit.ONE_STEP if _is_part_of_work(entry) else Limit.GPU
 
 
-def _is_one_of_others(entry: Explained) -> bool:
-    """Whether the profile is of a single step of several: the file has kernels of others, and does
-    not show how long the GPU waits from one to the next.
+def _is_part_of_work(entry: Explained) -> bool:
+    """Whether the file has work of the program that its steps do not show: kernels beside a single
+    step, or beside several steps a large part of the time of all kernels. The GPU may wait there.
     """
     profile, left = entry.profile, entry.profile.left
-    is_single = profile.num_steps == 1 and not profile.is_whole_trace
-    return is_single and not entry.span().by_clock and left.outside + left.no_launch + left.cut > 0
+    if profile.is_whole_trace or entry.span().by_clock:
+        return False
+    if profile.num_steps == 1:
+        return left.outside + left.no_launch + left.cut > 0
+    left_s = left.outside_s + left.no_launch_s + left.cut_s
+    return left_s >= MIN_LATE_SHARE * profile.kernel_s
 
 
 def late_s(entry: Explained) -> float:
@@ -183,9 +187,12 @@ class Verdict(Figures):
                 f"{busy}"
             )
         if limit is Limit.ONE_STEP:
+            steps = "the only whole step"
+            if self.profile.num_steps > 1:
+                steps = f"the {self.profile.num_steps} steps"
             return (
-                f"In the only whole step of the file the GPU is busy {busy} What it does from one "
-                "step to the next is not seen."
+                f"In {steps} of the file the GPU is busy {busy} What it does outside of them is "
+                "not seen."
             )
         host_s = sum(self.profile.step_s)
         if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:
