@@ -39,7 +39,7 @@ GROUPS = {
     },
     "Foretell": {
         "account": "Say what a step costs without running it, and whether it fits.",
-        "scale": "Predict a step that many GPUs share.",
+        "plan": "Say what training takes: does it fit, how long, how much, which layout.",
     },
 }
 """The subcommands of `cs336`, by what they are for."""

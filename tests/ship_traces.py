@@ -24,6 +24,7 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs import traces
+from cs336.costs.depth import of_depth
 from cs336.costs.memory import is_predictable
 from cs336.costs.shards import plain
 from cs336.costs.time import is_fast_step
@@ -48,14 +49,14 @@ def shipped() -> Iterator[RunConfig]:
             yield from (record.config, record.config.alone)
             if record.config.is_shared:
                 yield plain(record.config)
-    precisions = (Precision.FP32, Precision.BF16)
-    for size, attention, precision in itertools.product(SIZES, Attention, precisions):
+    for size, attention, precision in itertools.product(SIZES, Attention, precisions()):
         for mode in Mode:
             yield on_gpu(size, attention, precision=precision, mode=mode)
         yield on_gpu(size, attention, precision=precision, batch_size=1)
         yield on_gpu(size, attention, context_length=1, precision=precision)
-    for size in SIZES:  # what `cs336 scale` asks without flags
+    for size in SIZES:
         yield on_gpu(size, Attention.SDPA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED)
+    yield from shallow()
     for size, precision in (
         ("tiny", Precision.FP32),
         ("small", Precision.FP32),
@@ -86,6 +87,28 @@ def shipped() -> Iterator[RunConfig]:
                     ranks=2,
                     shard_optimizer=shards,
                 )
+
+
+def shallow() -> Iterator[RunConfig]:
+    """One and two blocks, from which layouts of any depth follow (`costs/depth.py`)."""
+    choices = itertools.product(("small", "gpt2"), precisions(), (0, 1), (1, 4), (1, 2))
+    for size, precision, checkpoint_blocks, batch_size, blocks in choices:
+        config = on_gpu(
+            size,
+            Attention.SDPA,
+            precision=precision,
+            optimizer=OptimizerKind.FUSED,
+            checkpoint_blocks=checkpoint_blocks,
+            batch_size=batch_size,
+        )
+        yield of_depth(config, blocks)
+        if size == "small":  # with grouped queries
+            model = replace(config.model, num_kv_heads=4)
+            yield of_depth(replace(config, model=model), blocks)
+
+
+def precisions() -> tuple[Precision, ...]:
+    return Precision.FP32, Precision.BF16
 
 
 def wanted() -> dict[str, RunConfig]:

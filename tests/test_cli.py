@@ -328,7 +328,7 @@ READS = {
     "memory, profile": ("x.json", "memory x.json"),
     "report": ("x", "report x"),
     "account": ("x/ceilings.json", "account --ceilings x"),
-    "scale": ("x/ceilings.json", "scale --ceilings x"),
+    "plan": ("x/ceilings.json", "plan --ceilings x"),
     "ladder, tokens": ("x.npy", "ladder --device cpu --tokens x.npy"),
     "ladder, model": ("x.py", "ladder --device cpu --model x:make"),
     "compare": ("x.json", "compare x.json x.json --a-against-a"),

@@ -35,8 +35,13 @@ MOST_CHARACTERS = 180
 INPUTS = ("runs.jsonl", "kernels", "memory", "examples")
 """What was measured and explained, besides JSON files."""
 COMMITTED = (".csv", ".md")
-OF_OTHERS = ("nvtx_kern_sum_small_ctx512.csv", "by_hand_or_traced.csv", "public_training_rows.csv")
-"""Tables of another program, and of an earlier version of this one."""
+OF_OTHERS = (
+    "nvtx_kern_sum_small_ctx512.csv",
+    "by_hand_or_traced.csv",
+    "public_training_rows.csv",
+    "public_rows.csv",
+)
+"""Tables of another program, of an earlier version of this one, and of others' measurements."""
 
 
 def outputs(directory: Path) -> dict[str, bytes]:

@@ -1,13 +1,12 @@
 """`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from ..config import Device, Precision, RunConfig
-from ..costs.accounting import rule_of_thumb_flops
+from ..config import Device, RunConfig
 from ..costs.curves import Curves
 from ..costs.hardware import (
     DEVICES,
@@ -20,7 +19,6 @@ from ..costs.hardware import (
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes
-from ..settings import flag_of
 from ..studies.ceilings_files import (
     FILE_NAME,
     Ceilings,
@@ -37,48 +35,6 @@ from .outcome import OK, UsageError, checked, show
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParametersArguments:
-    """A model of which nothing is known but its number of parameters."""
-
-    parameters: Annotated[flags.ScaledNumber | None, flags.unset("N", "those of the size")] = None
-    """Parameters of the model, such as 70e9, in the place of a size."""
-    tokens: Annotated[flags.ScaledNumber | None, flags.unset("T", "not asked")] = None
-    """Tokens to train on, such as 15e12."""
-    peak_tflops: Annotated[float | None, flags.unset("TFLOP/S", "the device's")] = None
-    """Dense peak of one GPU, in the place of a known device's."""
-    count: int = 1
-    """Number of GPUs."""
-    mfu: float = 0.5
-    """Share of the peak that the model's FLOPs reach; above 0.5 is good."""
-
-    def check(self) -> None:
-        """Raise ValueError for values out of range and for numbers without --parameters."""
-        for number in fields(self):
-            value, flag = getattr(self, number.name), flag_of(number.name)
-            if value is not None and not 0 < value < 1e30:  # nor is NaN
-                raise ValueError(f"{flag} must be positive and below 1e30, got {str(value)[:40]}")
-            if self.parameters is None and value != number.default:
-                raise ValueError(f"{flag} needs --parameters, such as --parameters 70e9")
-        if self.parameters is not None and self.tokens is None:
-            raise ValueError("--parameters needs --tokens, such as --tokens 15e12")
-
-    def peak(self, device: DeviceSpec | None, precision: Precision) -> tuple[float, str]:
-        """Peak FLOP/s of one GPU and the source of that number; raise ValueError if no peak is
-        known.
-        """
-        if self.peak_tflops is not None:
-            return self.peak_tflops * 1e12, "given"
-        if device is None:
-            raise ValueError(
-                "needed --device-name or --peak-tflops: this machine has no GPU whose peak is known"
-            )
-        peak, name = device.peak_flops_per_s.get(precision), device.names[0]
-        if peak is None:
-            raise ValueError(f"no peak of {name} at {precision} is known: give --peak-tflops")
-        return peak, f"{name}, {precision}, dense, by its data sheet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,21 +114,20 @@ class AccountArguments(flags.Flags, ForecastArguments):
     The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
-
-    With --parameters in the place of a size: how many days training on so many --tokens takes (6 N
-    T FLOPs over count x peak x MFU). --parameters 70e9 --tokens 15e12 --device-name H100 --count
-    1024 --mfu 0.5 is about 144 days.
     """
 
     mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
-    known: flags.Flat[ParametersArguments] = field(default_factory=ParametersArguments)
     fit: flags.Switch = False
     """Say the largest batch, and the longest context, that fit."""
     memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
     smallest; of a GPU that is not here, that of its data sheet.
+    """
+    details: flags.Switch = False
+    """Show all tables: FLOPs and bytes by part, collectives, time by phase, checkpoints, and what
+    the peak consists of.
     """
     top: int = 12
     """Rows to show of what the peak consists of."""
@@ -196,21 +151,8 @@ class AccountArguments(flags.Flags, ForecastArguments):
             raise ValueError(
                 f"--memory-gib must be positive and below a million, got {self.memory_gib}"
             )
-        self.known.check()
-        if self.known.parameters is not None and (others := self._of_a_configuration()):
-            raise ValueError(
-                f"--parameters stands for a model of unknown shape: leave out {', '.join(others)}"
-            )
         if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
-
-    def _of_a_configuration(self) -> list[str]:
-        """The flags given that describe a model's step, --precision aside. They contradict
-        --parameters, which gives a number of parameters alone.
-        """
-        unchanged = AccountArguments().given() | {"precision": self.precision, "fit": False}
-        given = self.given() | {"fit": self.fit}
-        return [flag_of(name) for name, value in given.items() if value != unchanged.get(name)]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or
@@ -285,9 +227,6 @@ def run(arguments: AccountArguments) -> int:
     checked(arguments.check)
     ceilings = checked(arguments.known_ceilings)
     name, device = checked(arguments.machine, ceilings)
-    # without a name, not the CPU that the user's own ceilings may be of
-    if arguments.known.parameters is not None:
-        return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
     memory_bytes = checked(arguments.memory_bytes, name, device)
     require_tapes(config)
@@ -299,7 +238,13 @@ def run(arguments: AccountArguments) -> int:
             raise UsageError(name + why_untraced(config).removeprefix(name))
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
-    from ..report.sections.account import Account, account_json, account_section
+    from ..report.sections.account import (
+        Account,
+        account_answer,
+        account_json,
+        account_section,
+        summary_tables,
+    )
 
     account = Account(
         config=config,
@@ -313,8 +258,9 @@ def run(arguments: AccountArguments) -> int:
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
     show(
-        section.tables,
+        section.tables if arguments.details else summary_tables(account, section),
         arguments.output,
+        account_answer(account),
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
@@ -323,22 +269,4 @@ def run(arguments: AccountArguments) -> int:
             "no times are predicted, as no GPU is named and this machine has none that is "
             f"known; try {choices}"
         )
-    return OK
-
-
-def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
-    """Print the days of training."""
-    from ..files import encode_json
-    from ..report.sections.account import days_table
-
-    known = arguments.known
-    precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
-    peak_flops_per_s, source = checked(known.peak, device, precision)
-    days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
-    del days["peak_tflops"]
-    flops = rule_of_thumb_flops(days["parameters"], days["tokens"])
-    training_s = flops / (known.count * peak_flops_per_s * known.mfu)
-    answer = days | {"peak_source": source, "training_s": training_s}
-    table = days_table(**days, peak_source=source)
-    show([table], json=encode_json(answer) if arguments.json else None)
     return OK

@@ -338,15 +338,20 @@ def study_name(name: str | None, precisions: Sequence[Precision], device: Device
     return f"{words}_{device_word(resolve_device(device))}"
 
 
-def _number(words: list[str]) -> float:
-    """The number in the only word, which may end in a letter of SCALES."""
-    digits, scale = words[0], 1.0
+def scaled_number(text: str) -> float:
+    """The number of a text that may end in a letter of SCALES; raise ValueError for another one."""
+    digits, scale = text, 1.0
     if digits[-1:].upper() in SCALES:
         digits, scale = digits[:-1], SCALES[digits[-1].upper()]
     try:
         return float(digits) * scale
     except ValueError:
-        raise ValueError(f"could not convert string to float: {words[0]!r}") from None
+        raise ValueError(f"could not convert string to float: {text!r}") from None
+
+
+def _number(words: list[str]) -> float:
+    """The number in the only word."""
+    return scaled_number(words[0])
 
 
 SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}

@@ -1,112 +1,284 @@
-"""Which runs of a grid come first, which will not fit, and what is predicted of each."""
+"""`cs336 plan`: what training takes on many GPUs: whether it fits, how long, how much, and in which
+layout.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import re
+from dataclasses import field, replace
+from functools import cached_property
+from typing import Annotated, Any
 
-from ..config import Device, Mode, Profiler, RunConfig
-from ..costs.curves import Curves
-from ..costs.fast_memory import FastMemory
-from ..costs.fit import fits, host_bytes, needs_tape, outside_bytes
-from ..costs.memory import predict_memory, predicted_peak_bytes
-from ..costs.ranks_time import predicted_time
-from ..costs.time import prepare_forecasts
-from ..measure.environment import lacking_memory
-from ..report.words import DOUBT, significant
-from ..text import counted, print_line
+from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
+from ..costs.depth import of_depth
+from ..costs.derivation import Sizes
+from ..costs.hardware import DeviceSpec, devices_called
+from ..costs.layout_cost import why_unknown
+from ..costs.networks import links_of
+from ..costs.ranks_time import Links
+from ..costs.shards import FP32_BYTES, factor_bytes
+from ..costs.traces import require_tape
+from ..costs.training import Training, plan_training
+from ..report.words import GIB, GIGA
+from ..studies.ceilings_files import Ceilings
+from . import flags
+from .account import ForecastArguments, curves_meant
+from .configure import make_config
+from .outcome import OK, UsageError, checked, show
+
+MAX_GB_PER_S = 1e6
+USUAL_CONTEXT = 4096
+"""Tokens of a sequence of the course's model where none are asked for: those of large trainings,
+and not the 512 of a benchmark.
+"""
+USUAL_BATCH_TOKENS = 2**22
+"""Tokens of a step of a whole training: models of some billions take about 4 million."""
+USUAL_SEQUENCES = 4
+"""Sequences of each GPU in a single step, as elsewhere."""
+GPUS = re.compile(r"(\d+)(?:x(.+))?", re.IGNORECASE)
+"""A number, and after it the name of a GPU or how many a node has: `64`, `64xH100`, `2x8xH100`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Configurations in the order to run them, and those that will not fit."""
+@flags.with_flags(
+    "size",
+    "context_length",
+    "precision",
+    rules={
+        "size": "small",
+        "context_length": f"{USUAL_CONTEXT}, and 1024 for gpt2",
+        "precision": "bf16",
+    },
+)
+class PlanArguments(flags.Flags, ForecastArguments):
+    """Say what it takes to train a model on many GPUs: whether it fits, how long, how much, and the
+    best layouts (data, FSDP, tensor, pipeline and context parallel), time against memory.
 
-    configs: tuple[RunConfig, ...]
-    """Configurations by predicted peak, the smallest first; those predicted not to fit are last."""
-    too_large: tuple[RunConfig, ...]
-    """Configurations that are predicted to run out of memory."""
-
-
-def make_plan(
-    configs: Sequence[RunConfig], memory_bytes: int | None, *, of_users: bool = False
-) -> Plan:
-    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their
-    device.
-
-    Memory that is not known is None. It is predicted only without shortcuts. So a configuration
-    with shortcuts, such as a compiled model, is ordered by the peak that it would have without
-    them, and on a GPU it is never in `too_large`. Configurations without any prediction (on a CPU,
-    and users' own models unless `of_users`, which traces them) follow in their given order.
+    Nothing is run, and neither a GPU nor torch is needed. `cs336 plan --size 8B --tokens 1T --gpus
+    64xH100 --price 2.5`. Without --tokens: one step. The optimizer is fused AdamW, and attention
+    is fused.
     """
-    wanted = [*configs, *(config.without_shortcuts for config in configs)]
-    too_large = set()
-    if memory_bytes is not None:  # a tape is that of a GPU
-        of_hosts = [config for config in configs if needs_tape(config, memory_bytes)]
-        wanted += [replace(config, device=Device.CUDA) for config in of_hosts]
-    prepare_forecasts(wanted, of_users=of_users)
-    if memory_bytes is not None:
-        too_large = {config for config in configs if _is_too_large(config, memory_bytes)}
-    peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
 
-    def order(config: RunConfig) -> tuple[bool, bool, int]:
-        """Sort key of a configuration: those that fit come first, those without a prediction after
-        the others, and smaller peaks of memory before larger ones.
+    gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"
+    """GPUs, such as 8, 64xH100, or 2x8xH200 for two nodes of eight."""
+    tokens: Annotated[flags.ScaledNumber | None, flags.unset("T", "one step")] = None
+    """Tokens to train on, such as 300B, 1T or 15e12."""
+    price: Annotated[float | None, flags.unset("PRICE", "not asked")] = None
+    """Price of an hour of one GPU."""
+    global_batch: Annotated[
+        str | None, flags.unset("N", "4M tokens, and for one step 4 sequences a GPU")
+    ] = None
+    """What all GPUs take in a step: sequences, such as 1024, or with a letter tokens, such as
+    4M; the nearest multiple that the GPUs can share.
+    """
+    budget_gib: Annotated[float | None, flags.unset("GIB", "that of the data sheet")] = None
+    """Memory of a GPU (GiB)."""
+    days: Annotated[float | None, flags.unset("DAYS", "not asked")] = None
+    """Say how many of such GPUs train in so many days; needs --tokens."""
+    network_gb_per_s: Annotated[
+        float | None, flags.unset("GB/S", "that of the usual node of such GPUs")
+    ] = None
+    """Rate at which each GPU sends to other nodes while the others of its node do too (GB/s):
+    that of its adapter.
+    """
+    node_gb_per_s: Annotated[
+        float | None, flags.unset("GB/S", "measured, or else by the data sheet")
+    ] = None
+    """Rate at which each GPU sends to others of its node (GB/s)."""
+    model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
+    derive: flags.Switch = False
+    """Instead, say what ranks compute and send on paper: expressions beside their numbers, for a
+    block and its feed-forward network, and the most ranks before communication limits.
+    """
+    json: flags.Switch = False
+    """Print JSON instead of tables."""
+
+    @cached_property
+    def machines(self) -> tuple[int, int | None, str | None]:
+        """Number of GPUs, of those of a node if it is given, and the name of the GPU; raise
+        ValueError for a text that says none.
         """
-        peak_bytes = peaks[config]
-        return config in too_large, peak_bytes is None, peak_bytes or 0
+        match = GPUS.fullmatch(self.gpus.strip())
+        count, in_node, name = 0, None, None
+        if match is not None:
+            count, name = int(match[1]), match[2]
+        # such as 4090, which is a name
+        is_name = name is None or bool(devices_called(name))
+        if not is_name and (of_node := GPUS.fullmatch(name or "")) is not None:
+            in_node, name = int(of_node[1]), of_node[2]
+            count *= in_node
+        if not 1 <= count <= MAX_RANKS:
+            raise ValueError(
+                f"--gpus must be a number, such as 8, 64xH100 or 2x8xH200, got {self.gpus[:40]!r}"
+            )
+        return count, in_node, name
 
-    ordered = sorted(configs, key=order)
-    last = tuple(config for config in ordered if config in too_large)
-    return Plan(configs=tuple(ordered), too_large=last)
+    def check(self) -> None:
+        """Raise ValueError for values out of range and for flags that do not go together."""
+        for flag, number, most in (
+            ("--network-gb-per-s", self.network_gb_per_s, MAX_GB_PER_S),
+            ("--node-gb-per-s", self.node_gb_per_s, MAX_GB_PER_S),
+            ("--budget-gib", self.budget_gib, 1e6),
+            ("--days", self.days, 1e5),
+            ("--price", self.price, 1e6),
+            ("--tokens", self.tokens, 1e18),
+        ):
+            if number is not None and not 0 < number <= most:
+                raise ValueError(f"{flag} must be above 0 and at most {most:g}, got {number:g}")
+        if self.days is not None and self.tokens is None:
+            raise ValueError("--days needs --tokens, such as --tokens 1T")
+        name = self.machines[2]
+        if name is not None and self.device_name is not None:
+            raise ValueError(f"--gpus {self.gpus} names the GPU already: leave --device-name out")
+
+    def config(self) -> RunConfig:
+        """The step of one process; raise ValueError for flags that contradict each other, and for
+        steps of which no layout is foretold.
+        """
+        usual: dict[str, Any] = {
+            "size": "small",
+            "precision": Precision.BF16,
+            "optimizer": OptimizerKind.FUSED,
+            "attention": Attention.SDPA,
+        }
+        given = self.given()
+        is_ours = not str(given.get("size", "")).lower().startswith("gpt2")
+        if is_ours and given.get("model_factory") is None:
+            usual["context_length"] = USUAL_CONTEXT
+        config = make_config(Device.CUDA, **usual | given)
+        if reason := why_unknown(config):
+            raise ValueError(f"no plan: {reason}")
+        return config
+
+    def sequences(self, context_length: int) -> int:
+        """Sequences of a step on all GPUs, which share them equally."""
+        gpus = self.machines[0]
+        if self.global_batch is None:
+            wanted = float(USUAL_SEQUENCES * gpus)
+            if self.tokens is not None:
+                wanted = USUAL_BATCH_TOKENS / context_length
+        else:
+            text = self.global_batch.strip()
+            wanted = flags.scaled_number(text)
+            if text[-1:].upper() in flags.SCALES:
+                wanted /= context_length
+        if not 0 < wanted <= 2**30:
+            raise ValueError(f"--global-batch is no number of sequences, got {self.global_batch}")
+        # fewer sequences than GPUs can be shared by dividing the model only
+        multiple = gpus if wanted >= gpus else 1
+        return max(1, round(wanted / multiple)) * multiple
 
 
-def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
-    """Whether the step is predicted not to fit the memory of its device."""
-    if config.device is Device.CPU:
-        return (host_bytes(config, memory_bytes) or 0) > memory_bytes
-    peak = predict_memory(config)
-    if peak is None or peak.reserved_bytes + outside_bytes(config) <= memory_bytes:
-        return False
-    return fits(config, memory_bytes) is False
+def _links(
+    arguments: PlanArguments, name: str, device: DeviceSpec | None, ceilings: Ceilings
+) -> tuple[Links, str]:
+    """How the GPUs are joined, and what says so; raise ValueError if it is not known."""
+    given = {
+        "node_bytes_per_s": arguments.node_gb_per_s,
+        "network_bytes_per_s": arguments.network_gb_per_s,
+    }
+    rates = {key: GIGA * rate for key, rate in given.items() if rate is not None}
+    count, in_node, _ = arguments.machines
+    return links_of(
+        name, device, ceilings.collectives(name), gpus=count, gpus_per_node=in_node, **rates
+    )
 
 
-def print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
-    """Print a line for each run: its predicted peak and, by the ceilings, its predicted time; then
-    those that will not fit, and how many runs there are.
-    """
-    doubt = f" {DOUBT}" if curves is not None and curves.is_in_doubt else ""
-    for config in plan.configs:
-        # a profiler makes steps longer, and a run that does not fit ends in none
-        has_no_time = config.profiler is not Profiler.NONE or config in plan.too_large
-        time = None if curves is None or has_no_time else predicted_time(config, curves)
-        step = ""
-        if time is not None:
-            step = f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
-        print(
-            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} "
-            f"steps{step}{_predicted(config)}"
+def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -> Training:
+    """What is asked, with all that is known of the GPUs; raise ValueError if it is too little."""
+    count, _, named = arguments.machines
+    asked = arguments if named is None else replace(arguments, device_name=named)
+    name, device = asked.machine(ceilings)
+    if name is None:
+        raise ValueError(
+            "needed the name of the GPU, such as --gpus 8xH100: this machine has none whose data "
+            "sheet is known"
         )
-    for config in plan.too_large:
-        print(f"will not fit: {config.label} {outlook(config)}")
-    print_line(f"{counted(len(plan.configs), 'run')} into {directory}")
+    links, link_source = _links(arguments, name, device, ceilings)
+    curves = curves_meant(name, device, config, ceilings)
+    if curves is None or config.precision not in curves.matmuls:
+        raise ValueError(f"nothing is known of {name} at {config.precision}")
+    memory_bytes = None if device is None else device.memory_bytes
+    if arguments.budget_gib is not None:
+        memory_bytes = round(arguments.budget_gib * GIB)
+    if memory_bytes is None:
+        raise ValueError(f"no data sheet says how much memory {name} has: give --budget-gib")
+    return Training(
+        config=config,
+        gpus=count,
+        device_name=name,
+        sequences=arguments.sequences(config.model.context_length),
+        tokens=arguments.tokens,
+        price=arguments.price,
+        days=arguments.days,
+        memory_bytes=memory_bytes,
+        peak_flops_per_s=None if device is None else device.peak_flops_per_s.get(config.precision),
+        curves=curves,
+        links=links,
+        link_source=link_source,
+    )
 
 
-def outlook(config: RunConfig) -> str:
-    """In words, what happens if a run is started although its memory does not suffice: a GPU fails
-    at once, and a machine would hardly answer any more.
-    """
-    if (lacking := lacking_memory(config)) is not None:
-        return f"is not run, and gets a row that says so: it {lacking}"
-    return f"exceeds this GPU's memory, and comes last{_predicted(config)}"
+def run(arguments: PlanArguments) -> int:
+    """Print the plan, and write it if --output is given."""
+    checked(arguments.check)
+    config = checked(arguments.config)
+    for blocks in (1, 2):
+        require_tape(of_depth(config, blocks))
+    ceilings = checked(arguments.known_ceilings)
+    training = checked(_training, arguments, config, ceilings)
+    if arguments.derive:
+        return _derive(arguments, training, ceilings)
+    plan = plan_training(training)
+    from ..files import encode_json
+    from ..report.formats import pngs_of, texts_of, write_files
+    from ..report.sections.plan import plan_answer, plan_json, plan_section
+
+    section = plan_section(plan)
+    if arguments.output is not None:
+        files = texts_of(section) | pngs_of(section)
+        write_files(files, arguments.output, arguments.formats)
+    show(
+        section.tables,
+        arguments.output,
+        plan_answer(plan),
+        json=encode_json(plan_json(plan)) if arguments.json else None,
+    )
+    return OK
 
 
-def _predicted(config: RunConfig) -> str:
-    """The predicted peak of memory of a step in words; with `--fast` it is computed in closed form,
-    without the allocator's rounding.
-    """
-    peak_bytes, about = predicted_peak_bytes(config), ""
-    has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    if peak_bytes is None and config.fused_blocks and config.fused_loss and has_backward:
-        peak_bytes, about = FastMemory(config).peak_bytes, "about "
-    if peak_bytes is None:
-        return ""
-    return f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
+def _derive(arguments: PlanArguments, training: Training, ceilings: Ceilings) -> int:
+    """Print what ranks compute and send on paper, and write it if --output is given."""
+    from ..files import encode_json
+    from ..report.formats import texts_of, write_files
+    from ..report.sections.derivation import Derivation, derivation_section
+
+    config, links = training.config, training.links
+    flops_per_s = None
+    if training.curves.is_measured:
+        flops_per_s = ceilings.flops_per_s(training.device_name, config.precision)
+    rates = training.curves.rates(config.precision)
+    if flops_per_s is None and rates is not None:
+        flops_per_s = rates.flops_per_s
+    if flops_per_s is None:
+        raise UsageError(f"the rate of {training.device_name} in matmuls is not known")
+    within = min(training.gpus, links.gpus_per_node)
+    rate = links.node_bytes_per_s
+    if training.gpus > within and links.network_bytes_per_s is not None:
+        rate = min(rate, links.network_bytes_per_s)
+    sizes = Sizes(
+        B=training.step_tokens,
+        D=config.model.d_model,
+        D_FF=config.model.d_ff,
+        C=flops_per_s,
+        W=rate,
+        X=training.gpus // within,
+        Y=within,
+        e=factor_bytes(config.precision),
+        g=FP32_BYTES,
+    )
+    section = derivation_section(
+        Derivation(model=config.model, sizes=sizes, node_bytes_per_s=links.node_bytes_per_s)
+    )
+    if arguments.output is not None:
+        write_files(texts_of(section), arguments.output, arguments.formats)
+    json = encode_json(list(section.rows)) if arguments.json else None
+    show(section.tables, arguments.output, json=json)
+    return OK

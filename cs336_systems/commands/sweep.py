@@ -37,7 +37,7 @@ from .configure import (
 from .machine import device_word, explain_cpu_fallback, resolve_device
 from .measuring import measure_all
 from .outcome import FAILED, OK, UsageError, checked
-from .plan import Plan, make_plan, outlook, print_plan
+from .sweep_plan import Plan, make_plan, outlook, print_plan
 
 if TYPE_CHECKING:
     from ..sweep.cluster import Machine

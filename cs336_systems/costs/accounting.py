@@ -294,16 +294,3 @@ def least_time_s(work: PartWork, device: DeviceSpec) -> float | None:
     if peak is None:
         return None
     return max(work.flops / peak, work.moved_bytes / device.memory_bandwidth_bytes_per_s)
-
-
-FORWARD_FLOPS = 2
-"""Forward FLOPs for each parameter and token: one multiply-add."""
-TRAINING_FLOPS = 6
-"""FLOPs of a step for each parameter and token: backward has two matmuls for each one of
-forward.
-"""
-
-
-def rule_of_thumb_flops(parameters: float, tokens: float) -> float:
-    """6 N T: every parameter multiplies every token, and nothing else is counted."""
-    return TRAINING_FLOPS * parameters * tokens

@@ -176,10 +176,6 @@ def time_s(
     )
 
 
-LINK_EFFICIENCY = 0.75
-"""Share of NVLink's rate in one direction that a collective reaches by a data sheet."""
-
-
 def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -> Curves:
     """Times of a device that reaches as much of its data sheet as the one that was measured.
 

@@ -25,15 +25,23 @@ class DeviceSpec:
     """
     memory_bandwidth_bytes_per_s: float
     multiprocessors: int
+    """1 if their number is not known."""
     source: str
     fp8_peak_flops_per_s: float | None = None
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or
     uncertain.
     """
     link_bytes_per_s: float | None = None
-    """Rate of NVLink in one direction: half of the figure of the data sheet; None if boards
-    differ in their links.
+    """Rate at which a GPU sends to others of its node, through NVLink, Infinity Fabric or, without
+    them, PCIe: half of the data sheet's figure of both directions. None if boards differ in their
+    links.
     """
+    gpus_per_node: int | None = None
+    """GPUs of the usual node; None if there is no usual one."""
+    network: str | None = None
+    """The network adapter that each GPU has in it."""
+    network_bytes_per_s: float | None = None
+    """Rate of that adapter in one direction."""
     memory_bytes: int | None = None
     """Memory, with 2^30 bytes for each GB of the data sheet; None if devices of these names
     differ in it.
@@ -41,9 +49,10 @@ class DeviceSpec:
 
 
 DATA_SHEETS = Path(__file__).with_name("data_sheets.csv")
-"""A row for each device: names, peaks in TFLOP/s, bandwidths in GB/s (NVLink's is that of both
-directions) and memory in GB. A cell is empty where DeviceSpec has None. A B200 has no fp32 and
-tf32, as editions of its data sheet disagree.
+"""A row for each device: names, peaks in TFLOP/s, bandwidths in GB/s (that of links is of both
+directions), memory in GB, and the GPUs and the network of the manufacturer's usual node (Gbit/s).
+A cell is empty where DeviceSpec has None. Blackwell has no fp32 and tf32, as editions of its data
+sheets disagree.
 """
 
 
@@ -59,10 +68,13 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         names=tuple(row["names"].split(" or ")),
         peak_flops_per_s={precision: peak for precision, peak in peaks.items() if peak},
         memory_bandwidth_bytes_per_s=float(row["gb_per_s"]) * 1e9,
-        multiprocessors=int(row["multiprocessors"]),
+        multiprocessors=int(row["multiprocessors"] or 1),
         source=row["source"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
-        link_bytes_per_s=figure("nvlink_gb_per_s", 1e9 / 2),
+        link_bytes_per_s=figure("link_gb_per_s", 1e9 / 2),
+        gpus_per_node=int(row["node"]) if row["node"] else None,
+        network=row["network"] or None,
+        network_bytes_per_s=figure("network_gbit_per_s", 1e9 / 8),
         memory_bytes=int(row["gb"]) * 2**30 if row["gb"] else None,
     )
 

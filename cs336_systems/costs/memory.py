@@ -16,9 +16,7 @@ from math import inf
 from operator import invert
 
 from ..config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
-from .accounting import count_parameters
 from .allocator import ROUND_BYTES, CachingAllocator, round_up
-from .shards import FP32_BYTES, REST, is_block, kept_elements, units
 from .tape import Category, Tape, TensorSpec
 from .traces import as_costed, has_tape, tape_of
 
@@ -146,53 +144,6 @@ def is_predictable(config: RunConfig) -> bool:
         and config.model.num_layers <= MAX_LAYERS
         and has_tape(config)
     )
-
-
-def rank_peak_bytes(config: RunConfig) -> int | None:
-    """The most bytes of tensors in a steady step of a rank of PyTorch's DDP or of fsdp; None if
-    that is not predicted.
-
-    The tensors are those of one process, its state shared out in closed form: so any number of
-    ranks is predicted. Remainders of blocks that the allocator does not split off, under 1 MiB
-    each, are left out.
-    """
-    alone = config.alone
-    if not is_predictable(alone):
-        return None
-    tape = tape_of(alone)
-    shares, more_bytes = _shared_out(config)
-    sizes = []
-    for spec in tape.specs:
-        sizes.append(round(shares.get(spec.category, 1) * rounded_bytes(spec.size_bytes)))
-    levels = allocated_levels(tape, [sizes[kind] for kind in tape.tensors])
-    return max(levels[tape.steps[-1][0][1] :]) + more_bytes
-
-
-def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
-    """What a rank of several keeps of the memory of one process, and what in addition.
-
-    The first is the share (0 to 1) of the bytes of each category that a rank keeps; categories that
-    are missing it keeps whole. The second is in bytes: with PyTorch's DDP the buckets, in which all
-    gradients lie; with a sharded model the parameters that are gathered at once, which are the
-    largest block and those that are gathered ahead of it, and what belongs to no block. The
-    gathered embedding, which is there before the first block and after the last, is left out.
-    """
-    parameters = count_parameters(config.model)
-    if not config.is_shared:
-        return {}, 0
-    if config.parallel is Parallel.DDP:
-        return {Category.GRADIENTS: 0.0}, FP32_BYTES * parameters
-    share = sum(kept_elements(config)) / parameters
-    sizes = {unit.name: unit.gathered_bytes(config.ranks) for unit in units(config)}
-    largest = max(size for name, size in sizes.items() if is_block(name))
-    gathered = (config.parallel.exchange.units_ahead + 1) * largest + sizes.get(REST, 0)
-    kept = (
-        Category.PARAMETERS,
-        Category.GRADIENTS,
-        Category.OPTIMIZER_STATE,
-        Category.OPTIMIZER_WORKSPACE,
-    )
-    return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
 
 def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from ..choices import ExchangeRules
 from ..config import Phase, RunConfig
 from .communication import Collective, CollectiveCall, Stage, sent_share, stages
 from .curves import Curves, interpolated
@@ -46,18 +47,22 @@ class Links:
     measured_ranks: int = 2
     """Ranks among which `times` were measured."""
 
-    def call_s(self, call: CollectiveCall, ranks: int) -> float:
-        """Seconds of a collective among `ranks` ranks while nothing else is sent. More ranks than a
-        node has GPUs fill whole nodes.
+    def call_s(self, call: CollectiveCall, ranks: int, in_node: int | None = None) -> float:
+        """Seconds of a collective among `ranks` ranks while nothing else is sent, of which each
+        node has `in_node`. By default these are neighbours, and more than a node has fill nodes.
         """
-        in_node = min(ranks, self.gpus_per_node)
+        if in_node is None:
+            in_node = min(ranks, self.gpus_per_node)
         near_s, nodes = self._in_node_s(call, in_node), ranks // in_node
         if nodes == 1:
             return near_s
         assert self.network_bytes_per_s is not None
         share = sent_share(call.collective, nodes)
         # the ranks of a node share what leaves it in a ring, and each pushes to all others
-        share = share * in_node if call.collective is Collective.PUSH else share / in_node
+        if call.collective is Collective.PUSH:
+            share *= in_node
+        elif call.collective is not Collective.ALL_TO_ALL:
+            share /= in_node
         return max(near_s, call.num_bytes * share / self.network_bytes_per_s)
 
     def _in_node_s(self, call: CollectiveCall, ranks: int) -> float:
@@ -170,9 +175,9 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
         """Seconds of one collective among all ranks."""
         return links.call_s(call, config.ranks)
 
-    line = _Timeline(config, call_s)
+    line = Timeline(config.parallel.exchange, call_s)
     steps = stages(config)
-    more_s = line.run(steps, compute)
+    more_s = line.run(steps, compute.phases_s)
     # passes over gradients after backward: they are copied into one tensor, or those of all ranks
     # are added up
     elements = sum(parameter.elements for parameter in parameters_of(config))
@@ -201,26 +206,28 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     )
 
 
-class _Timeline:
+class Timeline:
     """Two queues that run at the same time: kernels in order, and collectives in order."""
 
-    def __init__(self, config: RunConfig, call_s: Callable[[CollectiveCall], float]) -> None:
-        """Start a step at time 0; `call_s` gives the seconds of a collective."""
+    def __init__(self, rules: ExchangeRules, call_s: Callable[[CollectiveCall], float]) -> None:
+        """Start a step at time 0, of a way of `--parallel` with these rules; `call_s` gives the
+        seconds of a collective.
+        """
         self._call_s = call_s
         self.now_s = 0.0
         """When the last kernel has ended."""
         self.sent_s = 0.0
         """When the last collective has ended."""
         self.slowed_s = 0.0
-        self._rules = config.parallel.exchange
+        self._rules = rules
         self._speed_beside = 1.0 if self._rules.copies else SPEED_BESIDE
 
-    def run(self, steps: Sequence[Stage], compute: TimePrediction) -> dict[Phase, float]:
+    def run(self, steps: Sequence[Stage], phases_s: Mapping[Phase, float]) -> dict[Phase, float]:
         """Simulate the stages of a step; return how much longer each phase takes than its kernels
         alone.
 
-        `compute` has the times of the kernels without collectives. A stage's share of its phase is
-        its share of the elements of matrices that the phase multiplies.
+        `phases_s` has the times of the kernels without collectives. A stage's share of its phase
+        is its share of the elements of matrices that the phase multiplies.
         """
         computed = [stage for stage in steps if stage.phase is not Phase.OPTIMIZER]
         phase_elements = Counter[Phase]()
@@ -235,7 +242,7 @@ class _Timeline:
             if stage.gathers:
                 self.now_s = max(self.now_s, arrivals_s[place])
             share = stage.multiplied_elements / (phase_elements[stage.phase] or 1)
-            stage_s = share * compute.phases_s[stage.phase]
+            stage_s = share * phases_s[stage.phase]
             self._compute(stage_s)
             self._send(stage.sends)
             alone_s += stage_s

@@ -160,6 +160,16 @@ ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
 """A size rounded up to a multiple, such as `T^128`."""
 
 
+WIDTHS = (
+    ("d_model", ("heads", "d_head")),
+    ("d_model", ("kv_heads", "group", "d_head")),
+    ("d_kv", ("kv_heads", "d_head")),
+)
+"""Widths and the axes that they are products of. With grouped queries there are `kv_heads` groups
+of `group` heads of queries each.
+"""
+
+
 class Names:
     """Named axes with their sizes, in the order in which formulas name them."""
 
@@ -177,7 +187,7 @@ class Names:
         """Write a number as a product of names of axes, after the integer that is left, if any: `4
         seq d_model`.
 
-        `heads` and `d_head` together are written as `d_model`.
+        Factors of WIDTHS that occur together are written as one width.
         """
         names: list[str] = []
         left = number
@@ -185,9 +195,12 @@ class Names:
             while size > 1 and left and left % size == 0:
                 names.append(name)
                 left //= size
-        while "heads" in names and "d_head" in names:
-            names.remove("heads")
-            names[names.index("d_head")] = "d_model"
+        for width, factors in WIDTHS:
+            while all(factor in names for factor in factors):
+                *others, last = factors
+                for factor in others:
+                    names.remove(factor)
+                names[names.index(last)] = width
         if left != 1 or not names:
             names.insert(0, str(left))
         return " ".join(names)
@@ -202,16 +215,17 @@ class Names:
         """
         if (match := ROUNDED.fullmatch(word)) is not None:
             return round_up(self._factor(match[1]), int(match[2]))
-        if word == "d_model" and "d_model" not in self.axes:
-            return self.axes["heads"] * self.axes["d_head"]
+        for width, factors in WIDTHS:
+            if word == width and all(factor in self.axes for factor in factors):
+                return prod(self.axes[factor] for factor in factors)
         return int(word) if word.isdigit() else self.axes[word]
 
 
 TensorKey = tuple[Category, str, str, int, str]
 """Category, label, shape, bytes per element and stream of a kind of tensor."""
 OperationKey = tuple[Any, ...]
-"""Views before the operation, the name of the method of _Maker that makes it, and that method's
-arguments.
+"""Views before the operation, the name of the method of OperationMaker that makes it, and that
+method's arguments.
 """
 
 
@@ -278,7 +292,7 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     @cached_property
     def operations(self) -> list[Operation]:
         """Each operation by its number."""
-        maker, operations = _Maker(self.names), []
+        maker, operations = OperationMaker(self.names), []
         for views, make, *arguments in self.makes:
             operations.append(replace(getattr(maker, make)(*arguments), views=views))
         return operations
@@ -344,7 +358,7 @@ class Tape(msgspec.Struct, eq=False, dict=True):
 
 
 @dataclass(frozen=True)
-class _Maker:
+class OperationMaker:
     """Makes operations for the sizes of axes, from the names of methods and their arguments,
     which are kept as JSON.
     """

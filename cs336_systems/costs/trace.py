@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import Phase
 from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
 from .routing import Routing
-from .tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
+from .tape import WIDTHS, Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
 GPU = torch.device("cuda", 0)
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -450,4 +450,7 @@ class StepTrace:
 
 
 def _count_axes(shape: str) -> int:
-    return sum(not word.isdigit() for word in shape.split())
+    """How many axes a shape names, of which a width has two."""
+    widths = dict(WIDTHS)
+    words = [word for word in shape.split() if not word.isdigit()]
+    return len(words) + sum(word in widths for word in words)

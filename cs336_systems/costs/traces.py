@@ -39,6 +39,9 @@ TRACER = "cs336.measure.traced"
 PRIMES = {
     "batch": 1009,
     "heads": 17,
+    "kv_heads": 17,
+    "group": 61,
+    "group+1": 62,
     "T": 1013,
     "T+1": 1014,
     "vocabulary": 29,
@@ -61,9 +64,14 @@ def axes(config: RunConfig) -> dict[str, int]:
     from T+1 tokens.
     """
     model = config.model
+    heads = {"heads": model.num_heads}
+    if model.num_kv_heads:
+        group = model.num_heads // model.num_kv_heads
+        # positions rotate the heads of queries together with their keys
+        heads = {"kv_heads": model.num_kv_heads, "group": group, "group+1": group + 1}
     return {
         "batch": config.batch_size,
-        "heads": model.num_heads,
+        **heads,
         "T": model.context_length,
         "T+1": model.context_length + 1,
         "vocabulary": model.vocab_size,
@@ -93,20 +101,22 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     is_odd = model.attention is Attention.SDPA and (
         model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH
     )
-    # kernels of the fast model are chosen by sizes, ranks pad the parts of parameters, and no axis
-    # names heads of keys and values
-    is_odd = is_odd or model.num_kv_heads > 0
+    # of a single head of keys the width is that of a head
+    is_odd = is_odd or model.num_kv_heads == 1
+    # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
     sizes = axes(config)
     sizes = sizes | {name: PRIMES[name] for name, size in sizes.items() if size > 1}
+    num_heads = sizes["heads"] if not model.num_kv_heads else sizes["kv_heads"] * sizes["group"]
     model = replace(
         model,
-        num_heads=sizes["heads"],
+        num_heads=num_heads,
+        num_kv_heads=sizes["kv_heads"] if model.num_kv_heads else 0,
         context_length=sizes["T"],
         vocab_size=sizes["vocabulary"],
         d_ff=sizes["d_ff"],
-        d_model=sizes["heads"] * sizes["d_head"],
+        d_model=num_heads * sizes["d_head"],
     )
     return replace(config, batch_size=sizes["batch"], model=model), sizes
 

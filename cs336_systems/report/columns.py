@@ -18,7 +18,7 @@ from .column import (
 )
 from .profile_columns import OF_PROFILES
 from .quantities import Gain, StepResult
-from .words import amount, count, in_percent, interval_text, rounded, scientific
+from .words import amount, in_percent, interval_text, rounded, scientific
 
 __all__ = ["COLUMNS", "Column", "Row", "column", "columns_of", "short", "three_digits"]
 
@@ -249,29 +249,37 @@ COLUMNS = (
         "compute_ms": rounded_ms(
             "computing", "The step without communication.", 3, doubt="prediction_is_doubted"
         ),
-        "communication_ms": rounded_ms("communication", "All collectives, one after the other.", 4),
-        "slowed_ms": rounded_ms(
-            "slowed",
-            "How much longer kernels take because of the collectives beside them.",
-            4,
-            doubt="prediction_is_doubted",
-        ),
         "exposed_ms": rounded_ms(
             "exposed", "Communication for which the kernels wait.", doubt="prediction_is_doubted"
-        ),
-        "exposed_part": Column(
-            "of step", "%", "Exposed communication over the step.", 2, scale=100, write=short
         ),
         "peak_gib": Column(
             "memory", "GiB", "Peak of the rank that keeps most.", write=three_digits
         ),
-        "most_ranks": Column(
-            "ranks, at most",
-            "",
-            "Largest number of ranks; beyond a node they fill nodes.",
-            write=count,
-            instead="no_limit",
+        "layout": text_column(
+            "layout",
+            "How GPUs share a step: DP replicas, FSDP or ZeRO shards, TP tensor, PP pipeline, CP "
+            "context and EP expert ranks.",
         ),
+        "micro_batch": count_column("batch", "Sequences of one forward pass of a rank."),
+        "accumulate": count_column("times", "Micro-batches of a step, one after the other."),
+        "checkpoint": Column(
+            "checkpoints", "", "1: each block keeps its input only.", 3, write=str
+        ),
+        "bubble_ms": rounded_ms("bubble", "Time in which stages of a pipeline wait.", 5),
+        "run_by": text_column(
+            "run by", "The command that runs it here, or what of it is not run here.", 6
+        ),
+        # what ranks compute and send, on paper
+        "part": text_column("part", "What is computed."),
+        "pass": text_column("pass", "Forward or backward."),
+        "sent": text_column("sent", "Bytes that a rank sends, as an expression."),
+        "sent_ms": rounded_ms("sent", "Time in which it sends them."),
+        "flops_expression": text_column("FLOPs", "Those of a rank in this pass.", 4),
+        "flops": Column("FLOPs", "", "Those of a rank in this pass.", 3, write=scientific),
+        "computed_ms": rounded_ms("computing", "Time of the matmuls of the pass."),
+        "overlapped_ms": rounded_ms("overlapped", "The longer of computing and sending.", 1),
+        "summed_ms": rounded_ms("summed", "Computing and sending, one after the other.", 2),
+        "expression": text_column("expression", "As an expression."),
         # the study of attention
         "compile_s": Column(
             "compiling", "s", "The longest compilation of its processes.", 2, write=short

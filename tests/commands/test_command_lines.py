@@ -168,7 +168,7 @@ PROFILE = next((ROOT / "data/published/nsys_profiles/train/kernels").glob("small
     ("line", "status", "num_lines"),
     [
         ("account --memory-gib 80GB", 2, 1),
-        ("account --parameters 7B --fit", 2, 1),
+        ("plan --tokens 7B --gpus none", 2, 1),
         (f"account --batch-size {LONG}", 2, 1),
         ("compare --help-all", 0, 0),
         ("help", 0, 0),

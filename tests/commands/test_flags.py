@@ -21,9 +21,9 @@ from cs336.cli import main, sweep
 from cs336.commands import configure, machine
 from cs336.commands import parse as parser
 from cs336.commands import sweep as sweep_module
-from cs336.commands.account import AccountArguments
 from cs336.commands.benchmark import BenchmarkArguments
 from cs336.commands.flags import MAX_NAME_LENGTH, SETTING_FIELDS
+from cs336.commands.plan import PlanArguments
 from cs336.commands.sweep import SweepArguments, default_name
 from cs336.config import SIZES, Device, Mode, ModelConfig, Phase, Precision, Profiler, RunConfig
 from cs336.costs.time import step_time
@@ -790,4 +790,4 @@ def test_a_dry_run_says_what_a_fast_step_takes(
     ("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)]
 )
 def test_a_number_may_end_in_a_scale(text: str, value: float) -> None:
-    assert parse(AccountArguments, f"--parameters {text}").known.parameters == value
+    assert parse(PlanArguments, f"--tokens {text}").tokens == value

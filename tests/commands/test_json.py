@@ -66,13 +66,24 @@ def test_an_account_has_every_number_of_its_tables(results: Callable[..., dict])
     assert results("account", *words)["fit"] is None, "nobody asked"
 
 
-def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[..., dict]) -> None:
-    found = results(
-        *("account", "--parameters", "1e9", "--tokens", "1e12"),
-        *("--peak-tflops", "1000", "--count", "2"),
+def test_a_plan_has_its_training_in_si_units(results: Callable[..., dict]) -> None:
+    words = (
+        "plan",
+        "--size",
+        "small",
+        "--gpus",
+        "8xH100",
+        "--tokens",
+        "1B",
+        "--global-batch",
+        "512",
     )
-    assert found["training_s"] == pytest.approx(6e21 / (2 * 1e15 * 0.5))
-    assert found["peak_flops_per_s"] == pytest.approx(1e15)
+    plan = results(*words)
+    fastest = plan["front"][0]
+    steps = 1e9 / plan["step_tokens"]
+    assert plan["step_tokens"] == 512 * plan["config"]["model"]["context_length"]
+    assert plan["training_s"] == pytest.approx(steps * fastest["step_s"])
+    assert plan["gpu_hours"] == pytest.approx(8 * plan["training_s"] / 3600)
 
 
 def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: Path) -> None:

@@ -15,6 +15,12 @@ PROMISED = {
     "NVIDIA H200": (67, 989 / 2, 1979 / 2, 3958 / 2, 4800),
     # an eighth of a DGX B200
     "NVIDIA B200": (None, None, 36_000 / 8 / 2, 72_000 / 8 / 2, 64_000 / 8),
+    # an eighth of a DGX B300, and a 72nd of a GB200 and a GB300 NVL72
+    "NVIDIA B300": (None, None, 36_000 / 8 / 2, 72_000 / 8 / 2, 64_000 / 8),
+    "NVIDIA GB200": (None, None, 360_000 / 72 / 2, 720_000 / 72 / 2, 576_000 / 72),
+    "NVIDIA GB300": (None, None, 360_000 / 72 / 2, 720_000 / 72 / 2, 576_000 / 72),
+    "AMD Instinct MI300X": (163.4, 653.7, 1307.4, 2614.9, 5300),
+    "AMD Instinct MI355X": (157.3, None, 5033.2 / 2, 10_066.4 / 2, 8000),
     "NVIDIA GeForce RTX 4090": (82.6, 165.2 / 2, 330.4 / 2, 660.6 / 2, 1008),
 }
 

@@ -26,6 +26,7 @@ from cs336.config import (
 from cs336.costs.accounting import count_parameters
 from cs336.costs.communication import Collective, CollectiveCall, calls, stages
 from cs336.costs.curves import Curves
+from cs336.costs.derivation import Scheme, Sizes, limits, parts_of
 from cs336.costs.kernels import Matmul
 from cs336.costs.ranks_time import (
     Links,
@@ -34,7 +35,6 @@ from cs336.costs.ranks_time import (
     predicted_time,
     ranks_step_time,
 )
-from cs336.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
 from cs336.costs.shards import LOOKUP, REST, units
 from cs336.costs.time import step_time
 from cs336.record import load_records
@@ -285,35 +285,32 @@ def test_collectives_among_as_many_ranks_are_needed() -> None:
 
 # the inequalities against the forecast
 
+PARALLEL = {Scheme.DATA: Parallel.DDP, Scheme.SHARDED: Parallel.FSDP}
+"""The ways of the inequalities whose steps are forecast by `--parallel`."""
+
 
 @pytest.mark.usefixtures("one_rate")
-@pytest.mark.parametrize(
-    ("gpus", "sequences"), [(8, 2**4 * 3**3 * 5 * 7), (1, 2**4 * 3**3 * 5 * 7), (256, 2**16)]
-)
+@pytest.mark.parametrize("sequences", [2**4 * 3**3 * 5 * 7, 2**16])
 @pytest.mark.parametrize("scheme", PARALLEL)
-def test_the_forecast_crosses_where_the_inequality_says(
-    scheme: Scheme, gpus: int, sequences: int
-) -> None:
-    """At every rank count that fills nodes; embedding, head and norms, which only the forecast
-    counts, are small.
+def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, sequences: int) -> None:
+    """At every number of ranks in one node; embedding, head and norms, which only the forecast
+    counts, are small. The context of MODEL is one token.
     """
-    wide = Links(
-        gpus_per_node=gpus, node_bytes_per_s=RATE / 20, network_bytes_per_s=RATE / 25 / gpus
-    )
-    paper = Paper(tokens=sequences, feed=feed(MODEL), flops_per_s=RATE, links=wide, element_bytes=4)
-    most = largest_ranks(paper, scheme)
-    assert most is not None
-    filling = [ranks for ranks in range(1, 3 * most) if ranks <= gpus or ranks % gpus == 0]
-    tried = [ranks for ranks in filling if sequences % ranks == 0]
+    rate = RATE * sequences / 2**21
+    sizes = Sizes(B=sequences, D=1, D_FF=1, C=RATE, W=rate, X=1, Y=1, e=4, g=4)
+    part, _ = parts_of(MODEL)
+    most = next(number for way, _, _, number in limits(part, sizes) if way is scheme)
+    tried = [ranks for ranks in range(1, round(3 * most)) if sequences % ranks == 0]
     assert {ranks <= most for ranks in tried} == {True, False}, "both sides are tried"
     for ranks in tried:
         config = replace(RUN, parallel=PARALLEL[scheme], ranks=ranks, batch_size=sequences // ranks)
-        forecast, compute = ranks_step_time(config, curves(), wide), step_time(config, curves())
+        forecast = ranks_step_time(config, curves(), links(rate, gpus=ranks))
+        compute = step_time(config, curves())
         assert forecast is not None
         assert compute is not None
         beside = (Phase.BACKWARD,) if scheme is Scheme.DATA else (Phase.FORWARD, Phase.BACKWARD)
         holds = sum(compute.phases_s[phase] for phase in beside) >= forecast.communication_s
-        if abs(ranks / most - 1) > 0.06 and abs(ranks - most) > gpus:
+        if abs(ranks / most - 1) > 0.06 and abs(ranks - most) > 1:
             assert holds is (ranks <= most), (ranks, most)
 
 

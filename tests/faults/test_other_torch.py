@@ -58,7 +58,7 @@ def test_what_needs_no_torch_works_without_it(python: Path, tmp_path: Path) -> N
     a, b = "data/e2e_benchmark/a", "data/e2e_benchmark/b"
     commands = (
         "benchmark sweep compare ladder attention fusion precision ceilings kernels memory report "
-        "account scale"
+        "account plan"
     )
     done = run_all(
         python,
@@ -74,7 +74,7 @@ def test_what_needs_no_torch_works_without_it(python: Path, tmp_path: Path) -> N
         ["compare", a, b],
         ["account", "--size", "gpt2-xl", "--mixed-precision", "--attention", "sdpa"],
         ["account", "--size", "10B", "--fit", "--device-name", "H200"],
-        ["scale", "--device-name", "H100"],
+        ["plan", "--gpus", "8xH100"],
     )
     assert set(json.loads((tmp_path / "statuses.json").read_text())) == {0}, done.stderr
 
@@ -90,7 +90,7 @@ def test_what_needs_no_torch_works_without_it(python: Path, tmp_path: Path) -> N
         "ceilings",
         "fusion",
         "compare --size=tiny --size=small",
-        "scale --device-name H100 --num-layers 7",
+        "plan --gpus 8xH100 --d-model 528 --num-heads 4",
         "account --num-layers 7",
         "account --size xl --batch-size 1 --fit --memory-gib 80",
         "account --model mine:make",
@@ -108,9 +108,7 @@ def test_what_needs_torch_says_so_in_one_line(python: Path, tmp_path: Path, word
 
 def device(words: str) -> list[str]:
     return (
-        []
-        if words.startswith(("account", "compare", "precision", "scale"))
-        else ["--device", "cpu"]
+        [] if words.startswith(("account", "compare", "precision", "plan")) else ["--device", "cpu"]
     )
 
 

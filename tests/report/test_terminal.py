@@ -20,7 +20,7 @@ from cs336.report.columns import Column
 from cs336.report.compared import Sides, compare_sides
 from cs336.report.configurations import step_results
 from cs336.report.section import FINDING, Table
-from cs336.report.sections.account import Account, account_section, days_table
+from cs336.report.sections.account import Account, account_section
 from cs336.report.sections.ceilings import ceilings_sections
 from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.files import tables_of, tables_of_one
@@ -61,7 +61,6 @@ KINDS = (
     "memory",
     "memory of a sweep",
     "account",
-    "parameters",
     "compare",
     "precision",
 )
@@ -140,19 +139,6 @@ def kinds():
         "memory": (snapshot_tables(make_memory(), 10), ("moment", "finding", "part")),
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "account": (account_section(account, 10).tables, ("part", "step")),
-        "parameters": (
-            [
-                days_table(
-                    parameters=70e9,
-                    tokens=15e12,
-                    peak_flops_per_s=1e15,
-                    peak_source="H100",
-                    count=1024,
-                    mfu=0.5,
-                )
-            ],
-            ("quantity", "value"),
-        ),
         "compare": (compared.section.tables, ("size", "context", "B is")),
         "precision": (
             accumulation_section(accumulation_study()).tables,

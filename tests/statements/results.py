@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from cs336.analysis.kernels.step_profile import IdleCause, read_profile
-from cs336.commands.plan import make_plan
+from cs336.commands.sweep_plan import make_plan
 from cs336.config import CompileMode, Phase, Precision, RunConfig
 from cs336.costs.accounting import component_flops
 from cs336.costs.hardware import find_device

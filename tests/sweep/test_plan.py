@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336.commands.plan import make_plan
+from cs336.commands.sweep_plan import make_plan
 from cs336.config import SIZES, Attention, CompileMode, Device, Mode, Parallel, RunConfig
 from cs336.costs import traces
 from cs336.costs.memory import predict_memory

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
+from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
@@ -19,10 +20,19 @@ from ...costs.traces import idle_parameters, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
-from ..words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
+from ..words import (
+    DOUBTED_FORECAST,
+    GIB,
+    MIB,
+    SHIPPED,
+    TERA,
+    milliseconds,
+    ratio,
+    rounded,
+    significant,
+)
 
 ALL = "all"
-QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
 FLOPS = ("forward", "backward", "step")
 CSV_COLUMNS = (
     "component",
@@ -85,10 +95,35 @@ def account_section(account: Account, top: int) -> Section:
     else:
         tables.append(_modules_table(parts))
     tables += _time_tables(account)
+    tables += _checkpoints_tables(config)
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
     rows = list(parts.values())
     return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+
+
+def account_answer(account: Account) -> Iterator[str]:
+    """Whether the step fits the GPU, with its peak, and then how long it takes; nothing of what is
+    not foretold.
+    """
+    config, prediction = account.config, memory.predict_memory(account.config)
+    has_bytes = account.memory_bytes
+    if has_bytes is None and account.device is not None:
+        has_bytes = account.device.memory_bytes
+    does_fit = None if has_bytes is None else fit.fits(config, has_bytes)
+    if prediction is not None:
+        peak = f"{significant(prediction.peak.allocated_bytes / GIB)} GiB"
+        verdict = {True: "Fits: the peak", False: "Does not fit: the peak", None: "The peak"}
+        whole = "" if has_bytes is None else f" of {significant(has_bytes / GIB)} GiB"
+        yield f"{verdict[does_fit]} is {peak}{whole}, in {prediction.peak.phase}."
+    if account.time is not None:
+        would = "would take" if does_fit is False else "takes"
+        yield f"A step {would} {milliseconds(1e3 * account.time.step_s)} on {account.device_name}."
+
+
+def summary_tables(account: Account, section: Section) -> list[Table]:
+    """The first tables: what fits, if that is asked for, and the amounts of the step."""
+    return list(section.tables[: 1 if account.memory_bytes is None else 2])
 
 
 def account_json(account: Account) -> dict[str, object]:
@@ -413,6 +448,32 @@ def by_data_sheet(device_name: str) -> str:
     )
 
 
+def _checkpoints_tables(config: RunConfig) -> Iterator[Table]:
+    """The table of what the blocks keep for backward with checkpoints, nested ones too."""
+    rows = [
+        {
+            "what": schedule.name,
+            "expression": schedule.expression,
+            "size_bytes": schedule.kept_bytes,
+            "count": schedule.again,
+        }
+        for schedule in checkpoint_schedules(config)
+    ]
+    if not rows:
+        return
+    columns = columns_of(
+        column("what", name="checkpoints"),
+        column("expression", name="kept"),
+        "size_bytes",
+        column("count", name="blocks run again", about="Forward passes of blocks."),
+    )
+    note = (
+        f"N is {config.model.num_layers} blocks, s the input of a block, A all that it keeps. "
+        "--checkpoint-blocks runs the first three; nested checkpoints are not run here."
+    )
+    yield make_table("Activations of the blocks with checkpoints", columns, rows, [note])
+
+
 def _categories_table(prediction: memory.MemoryPrediction) -> Table:
     """The table of the predicted peak of memory by category; empty categories are left out."""
     rows, peak = [], prediction.peak
@@ -476,48 +537,3 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
             notes.append(f"A context of {longest + 1:,} cannot be traced: {reason}")
     title = f"What fits {significant(memory_bytes / GIB)} GiB"
     return quantity_table(title, rows, notes, ("question", "answer"))
-
-
-UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60))
-"""Units of the time of a training, the largest first."""
-
-
-def days_table(
-    *,
-    parameters: float,
-    tokens: float,
-    peak_flops_per_s: float,
-    peak_source: str,
-    count: int,
-    mfu: float,
-) -> Table:
-    """How many days training takes, or hours, minutes, seconds; `peak_source` says where the
-    peak comes from.
-    """
-    flops = accounting.rule_of_thumb_flops(parameters, tokens)
-    flops_per_s = count * peak_flops_per_s * mfu
-    training_s = flops / flops_per_s
-    # the largest unit of which the time is one or more, seconds for less than all
-    unit, unit_s = next((unit for unit in UNITS if training_s >= unit[1]), ("s", 1))
-    time = training_s / unit_s
-    rows = [
-        ("parameters N", parameters, "", "given"),
-        ("tokens T", tokens, "", "given"),
-        ("FLOPs of the training", flops, "FLOP", f"{accounting.TRAINING_FLOPS} N T"),
-        ("peak of one device", peak_flops_per_s, "FLOP/s", peak_source),
-        ("devices", count, "", "given"),
-        ("MFU", mfu, "", "given"),
-        ("FLOPs per second", flops_per_s, "FLOP/s", "devices x peak x MFU"),
-        ("time", training_s, "s", "FLOPs / FLOPs per second"),
-    ]
-    if unit_s > 1:
-        rows.append(("time", time, unit, f"seconds / {unit_s:,}"))
-    backward = accounting.TRAINING_FLOPS - accounting.FORWARD_FLOPS
-    note = (
-        f"Each parameter takes {accounting.TRAINING_FLOPS} FLOPs per token: "
-        f"{accounting.FORWARD_FLOPS} in forward, a multiply-add, and {backward} in backward, one "
-        "product for the gradient of the input and one for that of the weight. MFU is the share "
-        "of the promised dense peak that is put to these FLOPs. Attention's scores and values "
-        "come on top, and so do restarts."
-    )
-    return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)

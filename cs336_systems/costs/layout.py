@@ -1,0 +1,219 @@
+"""How many GPUs share a training step in which way, and which ways are sensible for a model.
+
+Neighbouring ranks form a tensor group; then come context, expert, shard, data and pipeline groups.
+So the groups that send most lie within a node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import prod
+
+from ..config import RunConfig
+from .ranks_time import Links
+
+AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
+"""The ways to share a step, those first whose ranks are neighbours."""
+MAX_MICRO_BATCH = 32
+"""Most sequences of a micro-batch that are tried: more hardly makes matmuls faster."""
+MOST_CONTEXT = 16
+"""Most ranks that are tried to share a context."""
+TOKENS_OF_CONTEXT = 8192
+"""Fewest tokens that a rank keeps where a context is shared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Numbers of ranks that share a step in each way, and how a rank divides its sequences."""
+
+    data: int = 1
+    """Replicas of the whole model, or of its shards (HSDP)."""
+    shard: int = 1
+    """Ranks that divide the state of the model, `stage` says which."""
+    stage: int = 3
+    """What `shard` divides: 1 is the optimizer's state, 2 the gradients too, 3 also the parameters
+    (FSDP); the stages of ZeRO (Rajbhandari et al. 2020).
+    """
+    tensor: int = 1
+    """Ranks that divide every matrix, and the tokens between the matrices (sequence parallel)."""
+    pipeline: int = 1
+    """Stages of blocks."""
+    chunks: int = 1
+    """Parts of a stage that take turns (interleaved 1F1B), also called virtual stages."""
+    context: int = 1
+    """Ranks that divide each sequence; keys and values go round in a ring."""
+    expert: int = 1
+    """Ranks that divide the experts of each block; for all else they are replicas."""
+    micro_batch: int = 1
+    """Sequences of one forward pass."""
+    accumulate: int = 1
+    """Micro-batches of a step, one after the other."""
+    checkpoint: int = 0
+    """1: each block keeps its input only, and backward computes the rest again; 0: all is kept."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that are no layout."""
+        for one in fields(self):
+            if one.name != "checkpoint" and getattr(self, one.name) < 1:
+                raise ValueError(f"{one.name} must be at least 1, got {getattr(self, one.name)}")
+        if self.stage > 3 or self.checkpoint not in (0, 1):
+            raise ValueError(
+                f"needed stage 1 to 3 and checkpoint 0 or 1, got {self.stage} and {self.checkpoint}"
+            )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise ValueError(f"chunks need several stages of a pipeline, got {self.chunks} of one")
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        ranks: list[int] = [getattr(self, axis) for axis in AXES]
+        return prod(ranks)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks, or groups of ranks, that have other sequences than all others."""
+        return self.data * self.shard * self.expert
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step on all ranks together."""
+        return self.replicas * self.micro_batch * self.accumulate
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks among which the sharded state is divided: those that share a context have
+        the same parameters, and so divide them too.
+        """
+        return self.shard * self.context
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank keeps its shard of the parameters alone."""
+        return self.shards > 1 and self.stage == 3
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of a pipeline over the time in which it computes, (p - 1) / (v m), for p
+        stages of v chunks and m micro-batches (Narayanan et al. 2021).
+        """
+        return (self.pipeline - 1) / (self.chunks * self.accumulate)
+
+    @property
+    def in_flight(self) -> float:
+        """Micro-batches whose activations the first stage keeps at once."""
+        if self.chunks == 1:
+            return min(self.pipeline, self.accumulate)
+        # forward passes of chunks before the first backward pass, as Megatron-LM schedules them
+        ahead = 2 * (self.pipeline - 1) + (self.chunks - 1) * self.pipeline + 1
+        return min(ahead / self.chunks, self.accumulate)
+
+    def neighbours(self, axis: str, gpus_per_node: int) -> int:
+        """How many ranks of a group of this axis a node has."""
+        stride: int = prod(getattr(self, nearer) for nearer in AXES[: AXES.index(axis)])
+        ranks: int = getattr(self, axis)
+        return max(1, min(ranks, gpus_per_node // stride))
+
+    @property
+    def label(self) -> str:
+        """The ways in the usual short words, such as `FSDP 8 x TP 2`."""
+        names = {
+            "tensor": "TP",
+            "context": "CP",
+            "expert": "EP",
+            "shard": "FSDP" if self.stage == 3 else f"ZeRO-{self.stage}",
+            "data": "DP",
+            "pipeline": "PP",
+        }
+        words = []
+        for axis in reversed(AXES):
+            if (ranks := getattr(self, axis)) > 1:
+                words.append(f"{names[axis]} {ranks}")
+        if self.chunks > 1:
+            words.append(f"{self.chunks} chunks")
+        return " x ".join(words) or "one GPU"
+
+
+def misfit(config: RunConfig, layout: Layout) -> str:
+    """Why a model cannot be shared so; empty if it can."""
+    model = config.model
+    divided = {
+        "tensor": (model.num_heads, "heads"),
+        "pipeline": (model.num_layers, "layers"),
+        "context": (model.context_length, "tokens of context"),
+    }
+    for axis, (whole, of_what) in divided.items():
+        if whole % (ranks := getattr(layout, axis)):
+            return f"{axis} {ranks} does not divide {whole:,} {of_what}"
+    if model.num_kv_heads % layout.tensor:
+        return f"tensor {layout.tensor} does not divide {model.num_kv_heads} heads of keys"
+    if model.d_ff % layout.tensor:
+        return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
+    if model.num_layers % (layout.pipeline * layout.chunks):
+        return f"{layout.pipeline} stages of {layout.chunks} chunks do not divide the layers"
+    if layout.chunks > 1 and layout.accumulate % layout.pipeline:
+        return "interleaved stages need micro-batches that are a multiple of them"
+    if layout.expert > 1:
+        return "the model has no experts to divide"
+    return ""
+
+
+def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> Iterator[Layout]:
+    """The sensible layouts of a step of `global_batch` sequences on so many GPUs.
+
+    Tensor ranks stay within a node, contexts are shared only where they are long, stages of a
+    pipeline share the optimizer's state alone (ZeRO-1), as gathering for each micro-batch would
+    take long, and FSDP shards over all GPUs or, in several nodes, over one node (HSDP).
+    """
+    node = min(gpus, links.gpus_per_node)
+    for tensor, context, pipeline in product(_powers(node), _powers(MOST_CONTEXT), _powers(gpus)):
+        ways = tensor * context * pipeline
+        tokens = config.model.context_length // context
+        if gpus % ways or global_batch % (gpus // ways):
+            continue
+        if context > 1 and tokens < TOKENS_OF_CONTEXT:
+            continue
+        base = Layout(tensor=tensor, context=context, pipeline=pipeline)
+        if misfit(config, base):
+            continue
+        replicas = gpus // ways
+        for shared in _shared(base, replicas, node // min(node, tensor * context)):
+            yield from _divided(config, shared, global_batch // replicas)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of 2 up to this number, and the number itself."""
+    return sorted({2**power for power in range(most.bit_length())} | {most})
+
+
+def _shared(base: Layout, replicas: int, in_node: int) -> Iterator[Layout]:
+    """Ways in which replicas keep the state: each all of it, or divided."""
+    yield replace(base, data=replicas)
+    if replicas == 1:
+        return
+    if base.pipeline > 1:
+        yield replace(base, shard=replicas, stage=1)
+        return
+    yield replace(base, shard=replicas)
+    if 1 < in_node < replicas and replicas % in_node == 0:
+        yield replace(base, shard=in_node, data=replicas // in_node)
+
+
+def _divided(config: RunConfig, layout: Layout, sequences: int) -> Iterator[Layout]:
+    """Ways in which a rank computes its sequences: several at once, with checkpoints or without,
+    and chunks of a stage.
+    """
+    sizes = [size for size in _powers(MAX_MICRO_BATCH) if sequences % size == 0]
+    for micro_batch, checkpoint, chunks in product(sizes, (0, 1), (1, 2)):
+        divided = replace(
+            layout,
+            micro_batch=micro_batch,
+            accumulate=sequences // micro_batch,
+            checkpoint=checkpoint,
+        )
+        if chunks > 1 and layout.pipeline > 1:
+            divided = replace(divided, chunks=chunks)
+        elif chunks > 1:
+            continue
+        # a pipeline of fewer micro-batches than stages is mostly empty
+        if not misfit(config, divided) and divided.accumulate >= divided.pipeline:
+            yield divided

@@ -1,0 +1,375 @@
+"""Time of a step of a layout: the kernels of the slowest stage, the collectives that they wait for,
+the pipeline's bubble, the optimizer.
+
+Left out: latencies of the network. Collectives of a tensor group are never hidden; keys and values
+that go round while attention computes are, as far as attention takes; gathers and reductions of the
+state run beside kernels, as in `ranks_time`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..config import Parallel, Phase, RunConfig
+from .accounting import ADAMW_BYTES
+from .communication import Collective, CollectiveCall, Stage
+from .curves import Curves, interpolated
+from .depth import step_by_depth
+from .layout_memory import VOCABULARY, Rank
+from .ranks_time import Links, Timeline
+from .shards import FP32_BYTES, LOOKUP, factor_bytes
+from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
+from .time import call_time_s, kernel_spread, kernel_time
+from .traces import axes
+
+D_FF, D_MODEL = "d_ff", "d_model"
+_PHASES = (Phase.FORWARD, Phase.BACKWARD)
+TENSOR_CALLS = 2
+"""Pairs of an all-gather and a reduce-scatter in a block's forward pass, and as many in backward:
+around attention and around the feed-forward network (Korthikanti et al. 2022).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutTime:
+    """Seconds of a step, and of what it consists."""
+
+    compute_s: float
+    """Kernels of forward and backward of all micro-batches on the slowest stage."""
+    exposed_s: Mapping[str, float]
+    """Communication for which kernels wait, or that slows them, by the kind of group."""
+    bubble_s: float
+    optimizer_s: float
+    spread: float
+    """Nine of ten such steps take between the time divided and multiplied by this, as far as it
+    depends on kernels.
+    """
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + sum(self.exposed_s.values()) + self.bubble_s + self.optimizer_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Seconds of operations."""
+
+    step_s: float
+    """The longer of the device's time and the host's."""
+    attention_s: float
+    """Kernels of fused attention."""
+
+
+def layout_time(rank: Rank, curves: Curves, links: Links) -> LayoutTime:
+    """The time of a step of a rank's layout. Raises DepthError if the model's blocks differ."""
+    return _LayoutTimer(rank, curves, links).time()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Times of the kernels of a micro-batch, by phase."""
+
+    block: Mapping[Phase, _Work]
+    """Work of one block."""
+    outside_s: Mapping[Phase, float]
+    """Seconds of the embedding, the head and the loss."""
+    spread: float
+    """Nine of ten steps take between the time divided and multiplied by this."""
+
+
+@lru_cache(maxsize=4096)
+def _kernels(alone: RunConfig, tensor: int, context: int, curves: Curves) -> _Kernels:
+    """The kernels of a rank of a tensor and a context group; `alone` is the step of one block on
+    this rank's micro-batch.
+    """
+    step, names = step_by_depth(alone), Names(axes(alone))
+    block, outside_s = {}, {}
+    every: list[Operation] = []
+    for phase in _PHASES:
+        launched = step.launches[phase]
+        lists = [
+            rank_operations(keys, names, tensor, context)
+            for keys in (launched.block, launched.of_one)
+        ]
+        works = [_work(operations, alone, curves) for operations in lists]
+        every += lists[0]
+        # what a second block adds to a model of one block, and what that one has besides
+        block[phase] = works[0]
+        outside_s[phase] = max(0.0, works[1].step_s - works[0].step_s)
+    return _Kernels(block, outside_s, kernel_spread(every, alone.precision, curves).factor)
+
+
+def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) -> _Work:
+    """The time of operations that the host launches and the device runs."""
+    call_s = call_time_s(config, curves)
+    device_s = host_s = attention_s = 0.0
+    for operation in operations:
+        kernel_s = kernel_time(operation, config.precision, curves).time_s
+        device_s += operation.launches * (kernel_s + curves.gap_s)
+        host_s += operation.launches * operation.host_calls * call_s
+        if operation.kind is OperationKind.ATTENTION:
+            attention_s += operation.launches * kernel_s
+    return _Work(max(device_s, host_s), attention_s)
+
+
+def rank_operations(
+    keys: Iterable[OperationKey], names: Names, tensor: int, context: int
+) -> list[Operation]:
+    """The operations of a rank of a tensor group and of a ring of so many contexts, from those of
+    whole matrices on the rank's part of the context.
+
+    A tensor group divides the hidden layer and the heads, as Megatron-LM does: the first matrix by
+    columns and the last by rows; what lies between matrices is divided by tokens.
+    """
+    operations = []
+    maker = OperationMaker(names)
+    is_after_attention = is_forward = False
+    for views, make, *arguments in keys:
+        if make == "attention":
+            is_after_attention = True
+        elif make == "matmul":
+            # between checkpoints, backward computes forward again
+            if is_forward is not (arguments[0] == Form.FORWARD):
+                is_forward, is_after_attention = not is_forward, False
+            if D_FF in arguments:
+                is_after_attention = False
+        # in forward the projection after attention is divided by rows, and those before it by
+        # columns; backward meets them in the other order
+        is_row = is_after_attention is is_forward
+        if make == "matmul" and tensor > 1:
+            arguments = _divided(arguments, names, tensor, is_row)
+        operation = getattr(maker, make)(*arguments)
+        operations.append(_of_rank(replace(operation, views=views), tensor, context))
+    return operations
+
+
+def _of_rank(operation: Operation, tensor: int, context: int) -> Operation:
+    """The part of an operation that a rank has, whose matmuls are divided already."""
+    if operation.kind is OperationKind.MATMUL:
+        return operation
+    moved_bytes = max(1, operation.moved_bytes // tensor)
+    if operation.kind is OperationKind.PASS:
+        return replace(operation, moved_bytes=moved_bytes)
+    # attention has one kernel for the keys of each rank of the ring
+    return replace(
+        operation,
+        batch=max(1, operation.batch // tensor),
+        moved_bytes=moved_bytes,
+        launches=operation.launches * context,
+    )
+
+
+def _divided(arguments: Sequence[Any], names: Names, tensor: int, is_row: bool) -> list[Any]:
+    """The arguments of a matmul of which each rank of a tensor group has a part: of the hidden
+    layer or the vocabulary, or of the heads.
+    """
+    form, *sides, element_bytes, batch = arguments
+    named = [sides.index(name) for name in (D_FF, VOCABULARY) if name in sides]
+    place = named[0] if named else _head_side(Form(form), is_row)
+    sides[place] = str(max(1, names.size(sides[place]) // tensor))
+    return [form, *sides, element_bytes, batch]
+
+
+class _LayoutTimer:
+    """Times of one layout on one kind of GPU."""
+
+    def __init__(self, rank: Rank, curves: Curves, links: Links) -> None:
+        self._rank, self._layout = rank, rank.layout
+        self._curves, self._links = curves, links
+        self._kernels = _kernels(rank.alone, rank.layout.tensor, rank.layout.context, curves)
+
+    def time(self) -> LayoutTime:
+        """All parts of the step's time."""
+        layout, blocks = self._layout, self._rank.blocks
+        compute_s = sum(self._phases_s().values())
+        tensor_s = self._tensor_s()
+        context_s = blocks * self._context_s()
+        data_s, last_s = self._data_s()
+        micro_s = compute_s + tensor_s + context_s + data_s
+        exposed_s = {
+            "tensor": layout.accumulate * tensor_s,
+            "context": layout.accumulate * context_s,
+            "data": layout.accumulate * data_s + last_s,
+            "pipeline": self._pipeline_s(),
+        }
+        return LayoutTime(
+            compute_s=layout.accumulate * compute_s + self._added_up_s(),
+            exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
+            bubble_s=layout.bubble * layout.accumulate * micro_s,
+            optimizer_s=self._optimizer_s(),
+            spread=self._kernels.spread,
+        )
+
+    def _added_up_s(self) -> float:
+        """Passes that add the gradients of each micro-batch but the first to those before."""
+        elements = self._rank.elements(is_kept=self._layout.shards_parameters)
+        moved_bytes = 3 * FP32_BYTES * elements
+        return (self._layout.accumulate - 1) * self._curves.pass_s(moved_bytes)
+
+    def _phases_s(self) -> dict[Phase, float]:
+        """Kernels of a micro-batch on the last stage, which has the head."""
+        kernels, blocks = self._kernels, self._rank.blocks
+        return {
+            phase: blocks * kernels.block[phase].step_s + kernels.outside_s[phase]
+            for phase in _PHASES
+        }
+
+    # collectives
+
+    def _call_s(self, kind: Collective, num_bytes: float, axis: str) -> float:
+        """Seconds of a collective in a group of this axis."""
+        ranks = getattr(self._layout, axis)
+        in_node = self._layout.neighbours(axis, self._links.gpus_per_node)
+        return self._links.call_s(CollectiveCall(kind, round(num_bytes)), ranks, in_node)
+
+    @property
+    def _stream_bytes(self) -> int:
+        """Bytes of a micro-batch's input of a block, in the type of matmuls."""
+        alone = self._rank.alone
+        tokens = alone.batch_size * alone.model.context_length
+        return tokens * alone.model.d_model * factor_bytes(alone.precision)
+
+    def _tensor_s(self) -> float:
+        """All-gathers and reduce-scatters of a tensor group in a micro-batch. Those that gather a
+        matmul's input once more for its weight's gradient run beside another matmul.
+        """
+        if self._layout.tensor == 1:
+            return 0.0
+        pair_s = sum(
+            self._call_s(kind, self._stream_bytes, "tensor")
+            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        )
+        passes = 2 + self._layout.checkpoint
+        outside = 2  # around the embedding and the head
+        return pair_s * (self._rank.blocks * TENSOR_CALLS * passes + outside)
+
+    def _context_s(self) -> float:
+        """Keys and values of a block that go round for longer than attention computes, in forward
+        and, with their gradients, in backward.
+        """
+        ranks = self._layout.context
+        if ranks == 1:
+            return 0.0
+        model = self._rank.config.model
+        keys_bytes = self._stream_bytes * model.kv_width / model.d_model / self._layout.tensor
+        sent_s = self._send_s(2 * keys_bytes, "context")
+        exposed_s = 0.0
+        for phase, times in ((Phase.FORWARD, 1), (Phase.BACKWARD, 2)):
+            computed_s = self._kernels.block[phase].attention_s / ranks
+            exposed_s += (ranks - 1) * max(0.0, times * sent_s - computed_s)
+        return exposed_s
+
+    def _send_s(self, num_bytes: float, axis: str) -> float:
+        """Seconds in which a rank sends to its neighbour in a group."""
+        stays = self._layout.neighbours(axis, self._links.gpus_per_node) == getattr(
+            self._layout, axis
+        )
+        network = self._links.network_bytes_per_s
+        rate = self._links.node_bytes_per_s
+        if not stays and network is not None:
+            rate = min(rate, network)
+        return num_bytes / rate
+
+    def _pipeline_s(self) -> float:
+        """Activations and gradients that stages send to each other, for which they wait."""
+        layout = self._layout
+        if layout.pipeline == 1:
+            return 0.0
+        one_s = self._send_s(self._stream_bytes / layout.tensor, "pipeline")
+        return 2 * one_s * layout.chunks * (layout.accumulate + layout.pipeline - 1)
+
+    def _data_s(self) -> tuple[float, float]:
+        """What gathers and reductions of the state add to each micro-batch, and to a step."""
+        layout = self._layout
+        if layout.data * layout.shards == 1:
+            return 0.0, 0.0
+        if not layout.shards_parameters:
+            return 0.0, self._beside_s(gathers=layout.shards > 1, reduces=True)
+        each_s = self._beside_s(gathers=True, reduces=False)
+        return each_s, self._beside_s(gathers=True, reduces=True) - each_s
+
+    def _beside_s(self, *, gathers: bool, reduces: bool) -> float:
+        """How much longer a micro-batch takes if its blocks' parameters are gathered, and their
+        gradients reduced over all replicas, beside its kernels.
+        """
+        line = Timeline(Parallel.FSDP.exchange, self._group_s)
+        more_s = line.run(self._stages(gathers, reduces), self._phases_s())
+        return sum(more_s.values())
+
+    def _group_s(self, call: CollectiveCall) -> float:
+        """Seconds of an all-reduce among replicas, or of another collective among shards."""
+        layout = self._layout
+        is_reduce = call.collective is Collective.ALL_REDUCE
+        ranks, in_node = layout.data, layout.neighbours("data", self._links.gpus_per_node)
+        if not is_reduce:
+            ranks = layout.shards
+            in_node = layout.neighbours("shard", self._links.gpus_per_node)
+            in_node *= layout.neighbours("context", self._links.gpus_per_node)
+        return self._links.call_s(call, ranks, min(in_node, ranks))
+
+    def _stages(self, gathers: bool, reduces: bool) -> list[Stage]:
+        """What is computed and exchanged in a micro-batch, block by block."""
+        rank = self._rank
+        lookups = [one for one in rank.outside_parameters if not one.multiplied_elements]
+        heads = [one for one in rank.outside_parameters if one.multiplied_elements]
+        units = [
+            rank.gathered(LOOKUP, lookups),
+            *[rank.gathered("block", rank.block_parameters)] * rank.blocks,
+            rank.gathered("head", heads),
+        ]
+        again = gathers and rank.layout.shards_parameters
+        stages = []
+        for phase, ordered in ((Phase.FORWARD, units), (Phase.BACKWARD, units[::-1])):
+            for unit in ordered:
+                elements = sum(unit.parts)
+                gathered: tuple[CollectiveCall, ...] = ()
+                if gathers and (phase is Phase.FORWARD or again):
+                    whole_bytes = unit.element_bytes * elements * rank.layout.shards
+                    gathered = (CollectiveCall(Collective.ALL_GATHER, whole_bytes),)
+                sends: tuple[CollectiveCall, ...] = ()
+                if phase is Phase.BACKWARD:
+                    sends = tuple(self._reductions(elements, unit.element_bytes, reduces))
+                stages.append(
+                    Stage(
+                        phase=phase,
+                        multiplied_elements=0 if unit.name == LOOKUP else elements,
+                        gathers=gathered,
+                        sends=sends,
+                    )
+                )
+        return stages
+
+    def _reductions(
+        self, elements: int, element_bytes: int, reduces: bool
+    ) -> Iterable[CollectiveCall]:
+        """The collectives that reduce gradients of so many elements of each shard: FSDP scatters
+        those of each micro-batch, and replicas average once in a step.
+        """
+        layout = self._layout
+        sharded_bytes = element_bytes if layout.stage == 3 else FP32_BYTES
+        if layout.shards > 1 and (reduces or layout.shards_parameters):
+            yield CollectiveCall(
+                Collective.REDUCE_SCATTER, sharded_bytes * elements * layout.shards
+            )
+        if reduces and (layout.data > 1 or layout.shards == 1):
+            yield CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES * elements)
+
+    def _optimizer_s(self) -> float:
+        """AdamW's update of what a rank has of the parameters, in one pass."""
+        elements = self._rank.elements(is_kept=self._layout.shards > 1)
+        return interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+
+
+def _head_side(form: Form, is_row: bool) -> int:
+    """Which side of a matmul has the heads: 0 for rows, 1 for the inner side, 2 for columns.
+
+    A matrix that is divided by columns makes heads of the residual stream, and one by rows takes
+    them back.
+    """
+    if form is Form.FORWARD:
+        return 1 if is_row else 2
+    if form is Form.INPUT:
+        return 2 if is_row else 1
+    return 2 if is_row else 0

@@ -1,0 +1,86 @@
+"""How the GPUs of a step are joined: within a node by NVLink or the like, and between nodes by the
+network adapters that its usual node has; measured collectives come first, and then data sheets.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from .communication import Collective
+from .hardware import DeviceSpec
+from .ranks_time import Links, measured_links
+
+NETWORK_EFFICIENCY = 0.8
+"""Share of a network adapter's rate that a collective reaches."""
+REFERENCE_BYTES_PER_S = 450e9
+REFERENCE_S = {
+    2**20: 38.09e-6,
+    2**22: 40.48e-6,
+    2**24: 77.53e-6,
+    2**26: 270.5e-6,
+    2**28: 912.8e-6,
+    2**30: 3309e-6,
+    2**32: 12_463e-6,
+}
+"""Times of all-reduces by bytes among two H200, whose NVLink sends so fast one way
+(data/published/ceilings/NVIDIA-H200-x2-collectives).
+"""
+USUAL_NODE = 8
+"""GPUs of a node where no data sheet says."""
+
+
+def links_of(
+    name: str,
+    device: DeviceSpec | None,
+    measured: Mapping[int, Mapping[Collective, Mapping[int, float]]],
+    *,
+    gpus: int,
+    gpus_per_node: int | None = None,
+    node_bytes_per_s: float | None = None,
+    network_bytes_per_s: float | None = None,
+) -> tuple[Links, str]:
+    """The links of so many GPUs, and in words what their rates stand on. Rates and the size of a
+    node that are given come before those that are measured, and before data sheets.
+
+    Raises ValueError if a rate is not known.
+    """
+    node = gpus_per_node or (device.gpus_per_node if device else None) or USUAL_NODE
+    sources = []
+    if gpus <= node:
+        network_bytes_per_s = None
+    elif network_bytes_per_s is None:
+        if device is None or device.network_bytes_per_s is None:
+            raise ValueError(
+                f"needed --network-gb-per-s: {gpus} GPUs need several nodes of {node}, and {name} "
+                "has no usual network"
+            )
+        network_bytes_per_s = NETWORK_EFFICIENCY * device.network_bytes_per_s
+        sources.append(
+            f"network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
+            f"({device.network})"
+        )
+    else:
+        sources.append("network: given")
+    links = partial(Links, gpus_per_node=node, network_bytes_per_s=network_bytes_per_s)
+    if node_bytes_per_s is not None:
+        return links(node_bytes_per_s=node_bytes_per_s), "; ".join(["node: given", *sources])
+    measured_ones = measured_links(measured, node, network_bytes_per_s)
+    if measured_ones is not None:
+        sources.insert(0, f"node: collectives among {measured_ones.measured_ranks} measured")
+        return measured_ones, "; ".join(sources)
+    if gpus == 1:
+        return links(node_bytes_per_s=1.0), "no links are used"
+    if device is None or device.link_bytes_per_s is None:
+        raise ValueError(
+            f"needed --node-gb-per-s: no collectives among several {name} were measured, and how "
+            "they are joined is not in its data sheet"
+        )
+    ratio = device.link_bytes_per_s / REFERENCE_BYTES_PER_S
+    times = {round(ratio * num_bytes): time_s for num_bytes, time_s in REFERENCE_S.items()}
+    sources.insert(
+        0,
+        f"node: {device.link_bytes_per_s / 1e9:g} GB/s one way by the data sheet, used as far as "
+        "two H200 use theirs, by message size",
+    )
+    largest = max(times)
+    joined = links(node_bytes_per_s=largest / times[largest], times={Collective.ALL_REDUCE: times})
+    return joined, "; ".join(sources)

@@ -1,0 +1,145 @@
+"""A whole training: its best layouts, how long it takes, and what it costs."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ..config import RunConfig
+from .curves import Curves
+from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from .layout import layouts
+from .layout_cost import LayoutCost, layout_cost
+from .ranks_time import Links
+
+DAY_S, HOUR_S = 86_400, 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What is asked: a model, its tokens and the GPUs, with what is known of these."""
+
+    config: RunConfig
+    """The step of one process."""
+    gpus: int
+    device_name: str
+    sequences: int
+    """Sequences of a step on all GPUs."""
+    tokens: float | None
+    """Tokens of the training; None: one step."""
+    price: float | None
+    """Price of an hour of one GPU."""
+    days: float | None
+    """Days in which the training has to end, if they are asked for."""
+    memory_bytes: int
+    """Memory of each GPU."""
+    peak_flops_per_s: float | None
+    """Of a GPU, by its data sheet."""
+    curves: Curves
+    links: Links
+    link_source: str
+    """What the rates of the links stand on, in words."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step on all GPUs."""
+        return self.sequences * self.config.model.context_length
+
+    @property
+    def steps(self) -> float:
+        """Steps of the training."""
+        return 1.0 if self.tokens is None else self.tokens / self.step_tokens
+
+    def used_bytes(self, cost: LayoutCost) -> int:
+        """Memory that the fullest rank takes of its GPU, with the CUDA context and NCCL."""
+        outside = CUDA_CONTEXT_BYTES + (NCCL_BYTES if cost.layout.gpus > 1 else 0)
+        return cost.peak_bytes + outside
+
+    def fits(self, cost: LayoutCost) -> bool:
+        """Whether the fullest rank fits its GPU."""
+        return self.used_bytes(cost) <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """The answer: the layouts of which none other is faster and smaller, the fastest first."""
+
+    training: Training
+    front: tuple[LayoutCost, ...]
+    """Layouts that fit; empty if none does."""
+    smallest: LayoutCost | None
+    """The layout that takes the least memory, whether it fits or not; None if no layout is
+    foretold.
+    """
+    reasons: tuple[str, ...]
+    """Why some layouts are not foretold."""
+    gpus_in_days: int | None = None
+    """The fewest GPUs that train in the days that are asked for, if such a number was tried."""
+
+    @property
+    def best(self) -> LayoutCost | None:
+        """The fastest layout that fits."""
+        return self.front[0] if self.front else None
+
+    @property
+    def training_s(self) -> float | None:
+        """Seconds of the whole training in the fastest layout."""
+        return None if self.best is None else self.training.steps * self.best.step_s
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs together."""
+        if self.training_s is None:
+            return None
+        return self.training.gpus * self.training_s / HOUR_S
+
+
+def plan_training(training: Training) -> TrainingPlan:
+    """The plan of a training, from the forecasts of all sensible layouts."""
+    costs, reasons = _foretold(training)
+    fitting = [cost for cost in costs if training.fits(cost)]
+    smallest = min(costs, key=lambda cost: cost.peak_bytes, default=None)
+    gpus = None if training.days is None else _gpus_in_days(training)
+    return TrainingPlan(
+        training=training,
+        front=tuple(pareto(fitting)),
+        smallest=smallest,
+        reasons=reasons,
+        gpus_in_days=gpus,
+    )
+
+
+def _foretold(training: Training) -> tuple[list[LayoutCost], tuple[str, ...]]:
+    """The forecasts of all sensible layouts, and the reasons why others have none."""
+    costs, reasons = [], dict[str, None]()
+    tried = layouts(training.config, training.gpus, training.sequences, training.links)
+    for layout in tried:
+        cost = layout_cost(training.config, layout, training.curves, training.links)
+        if isinstance(cost, str):
+            reasons[cost] = None
+        else:
+            costs.append(cost)
+    return costs, tuple(reasons)
+
+
+def pareto(costs: Iterable[LayoutCost]) -> Iterator[LayoutCost]:
+    """The layouts of which no other is as fast and takes less memory, the fastest first."""
+    least_bytes: int | None = None
+    for cost in sorted(costs, key=lambda cost: (cost.step_s, cost.peak_bytes)):
+        if least_bytes is None or cost.peak_bytes < least_bytes:
+            least_bytes = cost.peak_bytes
+            yield cost
+
+
+def _gpus_in_days(training: Training) -> int | None:
+    """The fewest GPUs, of whole nodes beyond one, that end in the days asked for; numbers double
+    until a step has no more sequences than GPUs.
+    """
+    gpus = 1
+    while gpus <= training.sequences:
+        asked = replace(training, gpus=gpus, days=None)
+        is_joined = gpus <= training.links.gpus_per_node or training.links.network_bytes_per_s
+        if training.sequences % gpus == 0 and is_joined:
+            seconds = plan_training(asked).training_s
+            if seconds is not None and seconds <= (training.days or 0) * DAY_S:
+                return gpus
+        gpus *= 2
+    return None

@@ -1,0 +1,269 @@
+"""What a training takes on many GPUs, in three sentences, a table of layouts and a picture."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...config import MAX_MEASURED_RANKS, SIZES, Parallel, RunConfig
+from ...costs.layout import Layout
+from ...costs.layout_cost import LayoutCost
+from ...costs.training import DAY_S, TrainingPlan
+from ...settings import flag_of, non_defaults
+from ...studies.ceilings_files import REFERENCE
+from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
+from ..columns import Row, columns_of
+from ..section import Section, Table, make_table
+from ..words import DOUBTED_FORECAST, GIB, amount, ratio, significant
+
+CSV_COLUMNS = (
+    "layout",
+    *("data", "shard", "stage", "tensor", "pipeline", "chunks", "context", "expert"),
+    *("micro_batch", "accumulate", "checkpoint"),
+    *("step_ms", "compute_ms", "exposed_ms", "bubble_ms", "optimizer_ms"),
+    *("peak_gib", "mfu", "run_by"),
+)
+UNITS = (("days", DAY_S), ("hours", 3600), ("minutes", 60), ("s", 1), ("ms", 1e-3))
+"""Units of the time of a training, the largest first."""
+TOP = 12
+"""Layouts of the table and of the picture."""
+PARTS = {
+    "computing": Style(colour=list(PHASE_COLOURS.values())[1]),
+    "exposed communication": Style(colour=list(PHASE_COLOURS.values())[3], pattern="/"),
+    "bubble": Style(colour="#BBBBBB"),
+    "optimizer": Style(colour=list(PHASE_COLOURS.values())[4]),
+    "memory": Style(colour="#56B4E9"),
+}
+
+
+def plan_answer(plan: TrainingPlan) -> Iterator[str]:
+    """Whether the training fits, how long it takes, how much it costs, and on what this stands."""
+    training, best = plan.training, plan.best
+    memory_gib = training.memory_bytes / GIB
+    if best is None:
+        yield _why_it_does_not_fit(plan)
+        yield f"On what this stands: {_evidence(plan)}"
+        return
+    layout = best.layout
+    used_gib = training.used_bytes(best) / GIB
+    yield (
+        f"Fits: {significant(used_gib, 3)} of {memory_gib:.0f} GiB in the fastest layout, "
+        f"{layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} accumulated"
+        f"{', each block a checkpoint' if layout.checkpoint else ''}; {training.sequences:,} "
+        f"sequences of {training.config.model.context_length:,} are {training.step_tokens:,} "
+        "tokens a step."
+    )
+    assert plan.training_s is not None
+    assert plan.gpu_hours is not None
+    spread = best.time.spread
+    step = f"a step takes {in_time(best.step_s, spread)}"
+    if training.tokens is None:
+        yield f"How long: {step}."
+    else:
+        yield (
+            f"How long: {in_time(plan.training_s, spread)}; {training.steps:,.0f} steps; {step}; "
+            f"{training.step_tokens / best.step_s:,.0f} tokens/s."
+        )
+    price = ""
+    if training.price is not None:
+        price = f"; {significant(training.price * plan.gpu_hours, 3)} at {training.price:g} an hour"
+    yield f"How much: {amount(float(f'{plan.gpu_hours:.3g}'))} GPU-hours{price}."
+    if training.days is not None:
+        yield _gpus_in_days(plan)
+    yield f"On what this stands: {_evidence(plan)}"
+
+
+def _gpus_in_days(plan: TrainingPlan) -> str:
+    """How many GPUs end in the days asked for."""
+    training = plan.training
+    if plan.gpus_in_days is None:
+        return (
+            f"No number of GPUs, doubled up to one for each sequence of a step, ends in "
+            f"{training.days:g} days."
+        )
+    return f"{plan.gpus_in_days:,} such GPUs end in {training.days:g} days."
+
+
+def _why_it_does_not_fit(plan: TrainingPlan) -> str:
+    """The first sentence where no layout fits, or none is foretold."""
+    training = plan.training
+    if plan.smallest is None:
+        reasons = "; ".join(plan.reasons) or (
+            f"{training.sequences:,} sequences cannot be shared by {training.gpus:,} GPUs"
+        )
+        return f"No layout is foretold: {reasons}."
+    used_gib = training.used_bytes(plan.smallest) / GIB
+    return (
+        f"Does not fit: the smallest layout, {plan.smallest.layout.label}, takes "
+        f"{significant(used_gib, 3)} of {training.memory_bytes / GIB:.0f} GiB; take more GPUs, or "
+        "a smaller --global-batch or --context-length."
+    )
+
+
+def _evidence(plan: TrainingPlan) -> str:
+    """Where the times of kernels and links come from."""
+    training = plan.training
+    name = training.device_name
+    if training.curves.is_shipped:
+        kernels = f"kernels: measured on another {name}, whose ceilings come with the program"
+    elif training.curves.is_measured:
+        kernels = f"kernels: measured on {name} here"
+    else:
+        kernels = f"kernels: the data sheet of {name}, and the efficiencies of an {REFERENCE}"
+    links = f"; {training.link_source}" if training.gpus > 1 else ""
+    return f"{kernels}{links}."
+
+
+def in_time(seconds: float, spread: float) -> str:
+    """Seconds in the largest unit of which there is one or more, with the interval in which nine
+    of ten lie.
+    """
+    unit, unit_s = next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1])
+    likely, low, high = (
+        significant(seconds * factor / unit_s, 3) for factor in (1.0, 1 / spread, spread)
+    )
+    return f"{likely} {unit}, {low} to {high}"
+
+
+def plan_section(plan: TrainingPlan) -> Section:
+    """The layouts of which none other is as fast and as small; the CSV has a row for each."""
+    rows = [_row(plan, cost) for cost in plan.front]
+    return Section(
+        name="plan",
+        tables=(_front_table(plan, rows),) if rows else (),
+        rows=rows,
+        keys=CSV_COLUMNS,
+        pictures=(_chart(plan),) if rows else (),
+    )
+
+
+def plan_json(plan: TrainingPlan) -> dict[str, object]:
+    """The plan as numbers in SI units; None for what is not asked for or not known."""
+    training = plan.training
+    return {
+        "config": training.config,
+        "gpus": training.gpus,
+        "device_name": training.device_name,
+        "tokens": training.tokens,
+        "step_tokens": training.step_tokens,
+        "memory_bytes": training.memory_bytes,
+        "is_measured": training.curves.is_measured,
+        "links": training.link_source,
+        "training_s": plan.training_s,
+        "gpu_hours": plan.gpu_hours,
+        "gpus_in_days": plan.gpus_in_days,
+        "front": [
+            {"layout": cost.layout, "time": cost.time, "step_s": cost.step_s}
+            | {"used_bytes": training.used_bytes(cost), "flops": cost.flops}
+            for cost in plan.front
+        ],
+        "reasons": plan.reasons,
+    }
+
+
+def _row(plan: TrainingPlan, cost: LayoutCost) -> Row:
+    """The values of one layout."""
+    layout, time, training = cost.layout, cost.time, plan.training
+    row: Row = {key: getattr(layout, key) for key in CSV_COLUMNS[1:12]}
+    return row | {
+        "layout": layout.label,
+        "step_ms": 1e3 * cost.step_s,
+        "compute_ms": 1e3 * time.compute_s,
+        "exposed_ms": 1e3 * sum(time.exposed_s.values()),
+        "bubble_ms": 1e3 * time.bubble_s,
+        "optimizer_ms": 1e3 * time.optimizer_s,
+        "peak_gib": training.used_bytes(cost) / GIB,
+        "mfu": ratio(cost.gpu_flops_per_s, training.peak_flops_per_s),
+        "run_by": run_by(training.config, layout, training.links.gpus_per_node),
+        "prediction_is_doubted": training.curves.is_in_doubt,
+    }
+
+
+def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
+    """The command that runs a step of the layout here, or what of it is not run here."""
+    others = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+    lacking = [word for axis, word in others.items() if getattr(layout, axis) > 1]
+    if layout.shard > 1 and layout.data > 1:
+        lacking.append("HSDP")
+    if layout.shard > 1 and layout.stage < 3:
+        lacking.append(f"ZeRO-{layout.stage}")
+    if layout.gpus > min(gpus_per_node, MAX_MEASURED_RANKS):
+        lacking.append("several nodes")
+    if lacking:
+        return f"not run here: {', '.join(lacking)}"
+    way = Parallel.NONE
+    if layout.gpus > 1:
+        way = Parallel.FSDP if layout.shard > 1 else Parallel.DDP
+    try:
+        step = replace(
+            config,
+            batch_size=layout.micro_batch,
+            accumulate_steps=layout.accumulate,
+            checkpoint_blocks=layout.checkpoint,
+            parallel=way,
+            ranks=layout.gpus,
+        )
+    except ValueError as error:
+        return f"not run here: {error}"
+    return _command(step)
+
+
+def _command(config: RunConfig) -> str:
+    """The command line that measures a step: its size, and what differs from it."""
+    words = ["benchmark.py"]
+    preset = SIZES.get(config.size)
+    if preset is not None:
+        words += ["--size", config.size]
+    for name, value in (non_defaults(config.model) | non_defaults(config)).items():
+        is_named = preset is not None and getattr(preset, name, None) == value
+        if name not in ("size", "model", "device", "context_length") and not is_named:
+            words += [flag_of(name), str(value)]
+    words += ["--context-length", str(config.model.context_length)]
+    return shlex.join(words)
+
+
+def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
+    """The layouts, the fastest first."""
+    training = plan.training
+    keys = ["layout", "micro_batch", "accumulate", "checkpoint"]
+    keys += ["step_ms", "compute_ms", "exposed_ms", "bubble_ms", "peak_gib", "mfu", "run_by"]
+    notes = [
+        "Each layout is faster, or takes less memory, than all others. A step takes the sum of "
+        "computing, exposed communication, the pipeline's bubble and the optimizer. Memory: the "
+        "fullest rank, with CUDA's context and NCCL; fragmentation is left out."
+    ]
+    if len(rows) > TOP:
+        notes.append(f"{len(rows) - TOP} more are slower and smaller: the CSV file has them.")
+    if training.curves.is_in_doubt:
+        notes.append(DOUBTED_FORECAST)
+    title = (
+        f"Layouts of {training.config.label} on {training.gpus:,} {training.device_name}, "
+        f"{training.sequences:,} sequences a step"
+    )
+    return make_table(title, columns_of(*keys), rows[:TOP], notes)
+
+
+def _chart(plan: TrainingPlan) -> Chart:
+    """Time and memory of each layout."""
+    training = plan.training
+    costs = plan.front[:TOP]
+    labels = []
+    for cost in costs:
+        checkpoint = ", checkpoints" if cost.layout.checkpoint else ""
+        labels.append(f"{cost.layout.label}, batch {cost.layout.micro_batch}{checkpoint}")
+    times, memories = [], []
+    for name, cost in zip(distinct(labels), costs, strict=True):
+        parts = {
+            "computing": cost.time.compute_s,
+            "exposed communication": sum(cost.time.exposed_s.values()),
+            "bubble": cost.time.bubble_s,
+            "optimizer": cost.time.optimizer_s,
+        }
+        times.append(Bar(name=name, parts={key: 1e3 * part for key, part in parts.items()}))
+        memories.append(Bar(name=name, parts={"memory": training.used_bytes(cost) / GIB}))
+    return Chart(
+        name="layouts",
+        title=f"Layouts of {training.config.label}",
+        settings=f"{training.gpus:,} {training.device_name}, {training.sequences:,} sequences",
+        panels=(Panel(label="step (ms)", bars=times), Panel(label="memory (GiB)", bars=memories)),
+        styles=PARTS,
+    )

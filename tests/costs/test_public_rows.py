@@ -1,0 +1,27 @@
+"""The published table of others' throughputs beside ours leaves no row out."""
+
+import csv
+
+from cs336.costs.layout import Layout
+from tests.costs.public_rows import FORECAST, layout_of, rows, why_not_asked
+
+
+def test_every_public_row_is_foretold_or_says_why_not() -> None:
+    with (FORECAST / "public_rows.csv").open() as file:
+        answers = list(csv.DictReader(file))
+    asked = rows()
+    assert [answer["name"] for answer in answers] == [row["name"] for row in asked]
+    for row, answer in zip(asked, answers, strict=True):
+        assert bool(answer["foretold"]) is not bool(answer["not_asked"])
+        assert answer["source"] == row["source"]
+        if answer["foretold"]:
+            error = 100 * (float(answer["foretold"]) / float(row["tokens_per_s_per_gpu"]) - 1)
+            assert abs(float(answer["error_percent"]) - error) < 1e-3
+
+
+def test_layouts_of_rows_have_as_many_gpus() -> None:
+    for row in rows():
+        if not why_not_asked(row):
+            layout = layout_of(row)
+            assert isinstance(layout, Layout)
+            assert layout.gpus == int(row["gpus"])
