@@ -34,6 +34,7 @@ from cs336.costs.accounting import (
     PartWork,
     attention_forward_flops,
     component_flops,
+    count_parameters,
     forward_flops,
     forward_work,
     least_time_s,

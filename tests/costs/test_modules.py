@@ -442,6 +442,7 @@ def test_an_account_of_a_user_s_model(capsys: pytest.CaptureFixture[str]) -> Non
                 "--device-name",
                 "H100 80GB HBM3",
                 "--fit",
+                "--details",
             ]
         )
         == 0
