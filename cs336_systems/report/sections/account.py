@@ -118,7 +118,30 @@ def account_answer(account: Account) -> Iterator[str]:
         yield f"{verdict[does_fit]} is {peak}{whole}, in {prediction.peak.phase}."
     if account.time is not None:
         would = "would take" if does_fit is False else "takes"
-        yield f"A step {would} {milliseconds(1e3 * account.time.step_s)} on {account.device_name}."
+        yield (
+            f"A step {would} {milliseconds(1e3 * account.time.step_s)} on {account.device_name}"
+            f"{_interval(account.time)}."
+        )
+        if account.curves is not None:
+            yield f"The time stands on {times_of_kernels(account.curves, account.device_name)}."
+
+
+def _interval(time: TimePrediction) -> str:
+    """The interval in which nine of ten steps lie; empty without one."""
+    if time.low_s is None or time.high_s is None:
+        return ""
+    return f", nine of ten {rounded(1e3 * time.low_s)} to {rounded(1e3 * time.high_s)}"
+
+
+def times_of_kernels(curves: DeviceCurves, device_name: str | None) -> str:
+    """Where the times of kernels come from: this machine, another device of the kind, or a data
+    sheet.
+    """
+    if curves.is_shipped:
+        return f"kernels measured on another {device_name}, whose ceilings come with the program"
+    if curves.is_measured:
+        return f"kernels measured on {device_name} here"
+    return f"the data sheet of {device_name}, and the efficiencies of an {REFERENCE}"
 
 
 def summary_tables(account: Account, section: Section) -> list[Table]:
@@ -416,9 +439,8 @@ def _time_tables(account: Account) -> Iterator[Table]:
     if time.limit is StepLimit.LAUNCHES:
         limit = f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
     notes = [f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."]
-    if time.low_s is not None and time.high_s is not None:
-        low, high = rounded(1e3 * time.low_s), rounded(1e3 * time.high_s)
-        notes.append(f"Nine of ten such steps take {low} to {high} ms.")
+    if interval := _interval(time):
+        notes.append(f"The step takes {rounded(1e3 * time.step_s)} ms{interval}.")
     if time.extrapolated_share > 0:
         share = max(1, round(100 * time.extrapolated_share))
         notes.append(f"{share} % of the time of kernels is of shapes unlike all measured ones.")

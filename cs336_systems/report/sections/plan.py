@@ -9,11 +9,11 @@ from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
-from ...studies.ceilings_files import REFERENCE
 from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
 from ..words import DOUBTED_FORECAST, GIB, amount, ratio, significant
+from .account import times_of_kernels
 
 CSV_COLUMNS = (
     "layout",
@@ -66,7 +66,8 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     price = ""
     if training.price is not None:
         price = f"; {significant(training.price * plan.gpu_hours, 3)} at {training.price:g} an hour"
-    yield f"How much: {amount(float(f'{plan.gpu_hours:.3g}'))} GPU-hours{price}."
+    if training.tokens is not None:
+        yield f"How much: {amount(float(f'{plan.gpu_hours:.3g}'))} GPU-hours{price}."
     if training.days is not None:
         yield _gpus_in_days(plan)
     yield f"On what this stands: {_evidence(plan)}"
@@ -102,13 +103,7 @@ def _why_it_does_not_fit(plan: TrainingPlan) -> str:
 def _evidence(plan: TrainingPlan) -> str:
     """Where the times of kernels and links come from."""
     training = plan.training
-    name = training.device_name
-    if training.curves.is_shipped:
-        kernels = f"kernels: measured on another {name}, whose ceilings come with the program"
-    elif training.curves.is_measured:
-        kernels = f"kernels: measured on {name} here"
-    else:
-        kernels = f"kernels: the data sheet of {name}, and the efficiencies of an {REFERENCE}"
+    kernels = times_of_kernels(training.curves, training.device_name)
     links = f"; {training.link_source}" if training.gpus > 1 else ""
     return f"{kernels}{links}."
 
