@@ -2,21 +2,33 @@
 
 `python -m tests.gpu.drawn_steps draw SEED COUNT > FILE` draws them, which needs no GPU, and
 `measure FILE DIRECTORY` measures them on this machine. The file is committed before, and none of
-its steps is left out.
+its steps is left out. `score ZIP CEILINGS > CSV` sets forecasts beside records of a zip file: by
+the ceilings that come with the program, and by those in CEILINGS alone.
 """
 
+import math
 import random
 import sys
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import msgspec
 
-from cs336.config import SIZES, Attention, Device, Mode, OptimizerKind, Precision, RunConfig
+from cs336.config import SIZES, Attention, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
 from cs336.costs.accounting import step_flops
 from cs336.costs.memory import predicted_peak_bytes
+from cs336.costs.ranks_time import predicted_time
+from cs336.costs.time import prepare_forecasts
 from cs336.files import encode_json
+from cs336.record import RunRecord, WarningCode, read_record
+from cs336.report.formats import to_csv
+from cs336.studies.ceilings_files import FILE_NAME, NO_CEILINGS_HERE, Ceilings
+from cs336.studies.ceilings_records import CeilingsStudy
+from cs336.studies.records import read_study
 from cs336.sweep.run import run_sweep
 from tests.faults.harness import Witness
 
@@ -79,11 +91,70 @@ def steps(seed: int, count: int) -> Iterator[RunConfig]:
             yield config
 
 
+def score(records: Iterable[RunRecord], ceilings: dict[str, Ceilings]) -> Iterator[dict[str, Any]]:
+    """A row for each record: its time, and that foretold by each of the ceilings, in ms; the
+    interval is that in which nine of ten steps are to lie.
+    """
+    for record in records:
+        step = record.measurement(Phase.STEP)
+        assert step is not None
+        assert record.device_name is not None
+        codes = {warning.code for warning in record.warnings}
+        row: dict[str, Any] = {
+            "step": record.config.label,
+            "device_name": record.device_name,
+            "limit": "launches" if WarningCode.LAUNCH_BOUND in codes else "device",
+            "warnings": ";".join(sorted(codes)),
+            "step_ms": 1e3 * step.median_s,
+        }
+        for name, known in ceilings.items():
+            curves = known.curves(record.device_name)
+            assert curves is not None
+            time = predicted_time(record.config, curves)
+            if time is None or time.low_s is None or time.high_s is None:
+                continue
+            row[f"{name}_ms"] = 1e3 * time.step_s
+            row[f"{name}_error"] = 100 * (time.step_s / step.median_s - 1)
+            row[f"{name}_low_ms"], row[f"{name}_high_ms"] = 1e3 * time.low_s, 1e3 * time.high_s
+        yield row
+
+
+def records_of(archive: Path) -> list[RunRecord]:
+    """The records in a zip file."""
+    with zipfile.ZipFile(archive) as opened:
+        return [read_record(Path(name), opened.read(name)) for name in sorted(opened.namelist())]
+
+
+def summary(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:
+    """How far one of the forecasts is off, by what limits the steps."""
+    for limit in ("device", "launches"):
+        chosen = [row for row in rows if row["limit"] == limit and f"{name}_error" in row]
+        errors = sorted(abs(row[f"{name}_error"]) for row in chosen)
+        inside = [
+            row[f"{name}_low_ms"] <= row["step_ms"] <= row[f"{name}_high_ms"] for row in chosen
+        ]
+        nine = errors[math.ceil(0.9 * len(errors)) - 1]
+        yield (
+            f"{name}, limited by the {limit}: {len(errors)} steps, median {median(errors):.1f} %, "
+            f"nine of ten {nine:.1f} %, largest {errors[-1]:.1f} %, inside {sum(inside)}"
+        )
+
+
 def main(verb: str, *words: str) -> None:
-    """Draw steps into standard output, or measure those of a file; see the module."""
+    """Draw steps into standard output, measure those of a file, or score them; see the module."""
     if verb == "draw":
         seed, count = map(int, words)
         sys.stdout.buffer.write(encode_json(list(steps(seed, count))))
+        return
+    if verb == "score":
+        archive, directory = map(Path, words)
+        records = records_of(archive)
+        prepare_forecasts([record.config for record in records])
+        own = Ceilings((read_study(directory / FILE_NAME, CeilingsStudy),))
+        rows = list(score(records, {"shipped": NO_CEILINGS_HERE, "own": own}))
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        sys.stdout.write(to_csv(columns, [[row.get(key) for key in columns] for row in rows]))
+        sys.stderr.write("\n".join([*summary(rows, "shipped"), *summary(rows, "own"), ""]))
         return
     file, directory = map(Path, words)
     configs = msgspec.json.decode(file.read_bytes(), type=list[RunConfig])
