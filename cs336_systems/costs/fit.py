@@ -141,8 +141,8 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
 
 
 def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
-    """The last number whose tape fits, found by doubling and bisection, or 0; `tape_at` raises
-    ValueError for numbers that are too large.
+    """The last number whose tape fits, or 0; `tape_at` raises ValueError for numbers that are too
+    large.
     """
 
     def has_room(number: int) -> bool:
@@ -151,6 +151,11 @@ def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
             return _fits(tape_at(number), room_bytes)
         return False
 
+    return last_number(has_room)
+
+
+def last_number(has_room: Callable[[int], bool]) -> int:
+    """The last number that has room, found by doubling and bisection; 0 if 1 has none."""
     below, above = 0, 1
     while has_room(above):
         below, above = above, 2 * above

@@ -68,11 +68,28 @@ def tracing_copy(model: nn.Module, limit_s: float) -> Iterator["StepTrace"]:
 
     with (
         torch.enable_grad(),
+        _without_saving_hooks(),
         _without_compiled_code(),
         _default_device(model),
         tracing({}, limit_s=limit_s) as trace,
     ):
         yield trace
+
+
+@contextlib.contextmanager
+def _without_saving_hooks() -> Iterator[None]:
+    """Let no hooks on saved tensors act in this context. Before 2.13, PyTorch leaves those of a
+    checkpoint whose function has failed, and they would run the user's model again.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def without_data(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

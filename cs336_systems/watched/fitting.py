@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Phase
 from ..costs.allocator import SMALL_BYTES
-from ..costs.fit import last_that_fits
+from ..costs.fit import last_number
 from ..costs.memory import allocated_levels, placed
 from ..costs.tape import Category, Tape, TraceError, interpolated
 from ..files import in_one_line
@@ -148,7 +148,13 @@ def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: boo
     def tape_at(number: int) -> Tape:
         return interpolated(tapes, number)
 
-    batch = last_that_fits(tape_at, room_bytes)
+    def has_room(number: int) -> bool:
+        """Whether the allocator needs to give nothing back to the driver: where it has to, it is
+        the exact order of the loop's tensors that decides.
+        """
+        return placed(tape_at(number)).reserved_bytes <= room_bytes
+
+    batch = last_number(has_room)
     # of a step that does not fit, what it needs is known too
     tape = tape_at(max(batch, 1))
     allocator = placed(tape)
@@ -239,8 +245,9 @@ def _steps(
 
 
 def _note(trace: "StepTrace", category: Category, tensors: Iterable[Tensor]) -> None:
-    """Make tensors known to a trace that were there before it."""
-    known = [tensor for tensor in tensors if tensor.is_meta]
+    """Make tensors known to a trace that were there before it; those of the host take nothing."""
+    # within a trace, tensors without data say that they are on the GPU
+    known = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     for tensor in known:
         trace.tensor(tensor.untyped_storage(), str(category), tensor.element_size())
     trace.note(category, known)

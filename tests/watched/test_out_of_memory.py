@@ -6,6 +6,7 @@ import contextlib
 import gc
 import random
 import traceback
+import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +23,10 @@ from cs336 import watch
 from cs336.config import Phase
 from cs336.costs.tape import Category
 from cs336.record import Status, load_records
-from cs336.watched import observer, out_of_memory
+from cs336.watched import fitting, observer, out_of_memory
+from cs336.watched.calls import call_of
 from cs336.watched.holders import part_of
+from cs336.watched.kept_state import kept_state
 
 DRAWS = 16
 PLACES = ("forward", "loss", "backward", "optimizer")
@@ -473,3 +476,45 @@ def memory_of(room):
         is_expandable=False,
         pool_bytes=0,
     )
+
+
+def traced(model, optimizer, batch, **known):
+    """The first steps of a loop, traced, whose loss is the mean square of the results."""
+    loop = fitting.Loop(
+        call=call_of(weakref.ref(model), (batch,), {}),
+        batch_axis=0,
+        optimizers=[optimizer],
+        loss="mse_loss",
+        kept=fitting.Kept.LOSS,
+        **known,
+    )
+    with kept_state([model]):
+        return fitting._traced(loop, len(batch), 60.0, is_checkpointed=False)[0]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_what_is_there_before_the_trace_is_counted(autocast):
+    model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tape = traced(model, optimizer, torch.randn(8, 64), autocast=autocast)
+    parameters = [parameter.nbytes for parameter in model.parameters()]
+    assert tape.bytes_of(Category.PARAMETERS) == sum(parameters)
+    first = [tape.spec(handle) for handle in range(len(tape.tensors))][: len(parameters) + 4]
+    sizes = Counter(spec.size_bytes for spec in first)
+    assert not Counter(parameters) - sizes, "before everything else"
+    assert tape.spec(0).category is Category.BUFFERS
+
+
+def test_a_checkpoint_that_failed_runs_nothing_in_the_trace():
+    """Before 2.13, PyTorch leaves the hooks of such a checkpoint, as these are left."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = torch.randn(8, 64)
+    expected = traced(model, optimizer, batch)
+
+    def run_again(_: object) -> torch.Tensor:
+        raise AssertionError("the trace runs the user's model")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, run_again):
+        tape = traced(model, optimizer, batch)
+    assert (tape.tensors, tape.events) == (expected.tensors, expected.events)
