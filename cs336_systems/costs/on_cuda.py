@@ -224,6 +224,15 @@ def _rms_norm(
     return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
 
 
+def _dropout(call: Any, x: Tensor, share: float, is_training: bool) -> Any:
+    """Dropout as CUDA computes it: one kernel, whose mask has one byte for each element
+    (aten/src/ATen/native/Dropout.cpp).
+    """
+    if is_training and 0 < share < 1 and x.numel():
+        return torch.ops.aten.native_dropout(x, share, True)[0]
+    return call(x, share, is_training)
+
+
 def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None) -> Any:
     """Softmax as CUDA computes it when a type is asked for: from fp16 to fp32 in one kernel, from
     bf16 by a copy first (softmax in aten/src/ATen/native/SoftMax.cpp).
@@ -329,6 +338,7 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 _INSTEAD: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,
     "softmax": _softmax,
@@ -364,7 +374,7 @@ def _register() -> list[torch.library.Library]:
     registered = operators_of_key("AutocastCUDA")
     # other libraries register operators of their own there, such as torchvision's deform_conv2d
     autocast = {name for name in registered if name.startswith("aten::")}
-    for full_name in autocast | {"aten::rms_norm"}:
+    for full_name in autocast | {"aten::dropout", "aten::rms_norm"}:
         word, _, overload = full_name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(torch.ops.aten, word), overload or "default")
         aten.impl(operator, _kernel_of(operator, word, full_name in autocast), KEY.name)

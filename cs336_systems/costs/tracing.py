@@ -38,10 +38,11 @@ from .operators import LAUNCHERS, one_pass
 from .tape import Category, TraceError
 from .trace import GPU, CudaStream, Launcher, StepTrace, tensors_in
 
-_PLACES = {
+_PLACES: dict[Any, Any] = {
     vars(TensorBase)[name].__get__: shown
     for name, shown in (("device", GPU), ("is_cuda", True), ("is_meta", False))
 }
+_PLACES[TensorBase.get_device] = GPU.index
 """What code that asks for a tensor's place gets to know."""
 
 

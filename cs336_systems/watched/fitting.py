@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Phase
 from ..costs.allocator import SMALL_BYTES
-from ..costs.fit import last_number
+from ..costs.fit import last_number, last_that_fits
 from ..costs.memory import allocated_levels, placed
 from ..costs.tape import Category, Tape, TraceError, interpolated
 from ..files import in_one_line
@@ -38,6 +38,8 @@ LIMIT_S = 30.0
 """Longest time that all traces of one loop may take."""
 STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
+OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+"""Modules whose operators are cuDNN's."""
 IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
@@ -98,8 +100,13 @@ class Fitting:
     """Why nothing is known, or nothing of checkpoints."""
 
 
-def fitting(loop: Loop, room_bytes: int) -> Fitting:
-    """The largest batches whose steps fit into what PyTorch's allocator may have."""
+def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
+    """The largest batches whose steps fit into what PyTorch's allocator may have.
+
+    cuDNN chooses its workspaces itself. So where a model has its operators, the bytes that were not
+    reached at the failure are left free, and the allocator is to give nothing back to the driver:
+    where it has to, the exact order of all tensors decides what fits.
+    """
     end_s = monotonic() + LIMIT_S
     fits: list[Fit] = []
     batches: tuple[int, ...] = ()
@@ -111,6 +118,10 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
         room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         model = loop.call.model()
+        is_exact = model is None or not any(isinstance(part, OF_CUDNN) for part in model.modules())
+        if not is_exact:
+            room_bytes -= unreached_bytes
+            assumptions["cuDNN's workspaces are no larger than what was not reached"] = None
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
                 tapes = {}
@@ -120,7 +131,8 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
                         loop, batch, limit_s, is_checkpointed=is_checkpointed
                     )
                     assumptions |= dict.fromkeys(taken)
-                fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
+                batch = _largest(tapes, room_bytes, is_exact=is_exact)
+                fits.append(_fit(tapes, batch, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         reason = str(error)
     return Fitting(
@@ -139,24 +151,21 @@ def _bucket_bytes(model: nn.Module | None) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: bool) -> Fit:
+def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_exact: bool) -> int:
     """The largest batch that fits, by steps of two batches that were traced."""
     if len({len(tape.tensors) for tape in tapes.values()}) > 1:
         sizes = " and ".join(map(str, tapes))
         raise NotTracedError(f"steps of batches of {sizes} make different tensors")
+    if is_exact:
+        return last_that_fits(lambda number: interpolated(tapes, number), room_bytes)
+    return last_number(
+        lambda number: placed(interpolated(tapes, number)).reserved_bytes <= room_bytes
+    )
 
-    def tape_at(number: int) -> Tape:
-        return interpolated(tapes, number)
 
-    def has_room(number: int) -> bool:
-        """Whether the allocator needs to give nothing back to the driver: where it has to, it is
-        the exact order of the loop's tensors that decides.
-        """
-        return placed(tape_at(number)).reserved_bytes <= room_bytes
-
-    batch = last_number(has_room)
-    # of a step that does not fit, what it needs is known too
-    tape = tape_at(max(batch, 1))
+def _fit(tapes: Mapping[int, Tape], batch: int, *, is_checkpointed: bool) -> Fit:
+    """What steps with this batch need; of a batch of 0, those of 1, which do not fit."""
+    tape = interpolated(tapes, max(batch, 1))
     allocator = placed(tape)
     return Fit(
         batch_size=batch,

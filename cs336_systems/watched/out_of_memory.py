@@ -219,7 +219,7 @@ class OutOfMemoryExplainer(Observer):
         room = memory.room - constant_bytes
         key = replace(loop, optimizers=()), room >> 20  # holds no optimizer
         if key not in self._fittings:
-            self._fittings[key] = fitting(loop, room)
+            self._fittings[key] = fitting(loop, room, by_category.get(NOT_REACHED, 0))
         answer = self._fittings[key]
         assumptions = list(answer.assumptions)
         if memory.is_expandable:

@@ -518,3 +518,14 @@ def test_a_checkpoint_that_failed_runs_nothing_in_the_trace():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, run_again):
         tape = traced(model, optimizer, batch)
     assert (tape.tensors, tape.events) == (expected.tensors, expected.events)
+
+
+def test_dropout_keeps_a_byte_for_each_element():
+    """CUDA's kernel keeps a mask of bool; made of other operators, it would be one of numbers."""
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Dropout(0.1))
+    tape = traced(model, torch.optim.SGD(model.parameters()), torch.randn(8, 64))
+    (first, *_) = tape.steps
+    (_, begin, _), (_, end, _), *_ = first
+    made = [tape.spec(event) for event in tape.events[begin:end] if event >= 0]
+    sizes = [spec.size_bytes for spec in made if "dropout" in spec.label]
+    assert sorted(sizes) == [8 * 96, 4 * 8 * 96], "the mask and the result"
