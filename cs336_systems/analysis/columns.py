@@ -4,7 +4,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,10 @@ from ..files import FileError
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+DTYPES: dict[Any, Any] = {Ints: np.int64, Mask: np.bool_}
+"""The types of the arrays that columns are declared as: versions of numpy differ in how an alias
+tells its own.
+"""
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -35,10 +39,7 @@ class Columns:
     @classmethod
     def empty(cls) -> Self:
         """The table without rows; its columns have the types that they are declared with."""
-        columns = {}
-        for field in fields(cls):
-            _, dtype = get_args(field.type)
-            columns[field.name] = np.zeros(0, dtype=get_args(dtype)[0])
+        columns = {field.name: np.zeros(0, dtype=DTYPES[field.type]) for field in fields(cls)}
         return cls(**columns)
 
     def __len__(self) -> int:
