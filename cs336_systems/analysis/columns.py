@@ -4,7 +4,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,6 @@ from ..files import FileError
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-DTYPES: dict[Any, Any] = {Ints: np.int64, Mask: np.bool_}
-"""The types of the arrays that columns are declared as: versions of numpy differ in how an alias
-tells its own.
-"""
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -39,12 +35,23 @@ class Columns:
     @classmethod
     def empty(cls) -> Self:
         """The table without rows; its columns have the types that they are declared with."""
-        columns = {field.name: np.zeros(0, dtype=DTYPES[field.type]) for field in fields(cls)}
+        columns = {}
+        for field in fields(cls):
+            columns[field.name] = np.zeros(0, dtype=_element_type(field.type))
         return cls(**columns)
 
     def __len__(self) -> int:
         """The number of rows."""
         return len(getattr(self, fields(self)[0].name))
+
+
+def _element_type(alias: Any) -> Any:  # noqa: ANN401 (a type as it is declared)
+    """The type of the elements of an NDArray: numpy before 2.5 tells it within that of the array's
+    dtype, as (shape, dtype[element]), and later versions as (element,).
+    """
+    declared = get_args(alias)[-1]
+    within = get_args(declared)
+    return within[0] if within else declared
 
 
 SomeColumns = TypeVar("SomeColumns", bound=Columns)
