@@ -121,7 +121,9 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         is_exact = model is None or not any(isinstance(part, OF_CUDNN) for part in model.modules())
         if not is_exact:
             room_bytes -= unreached_bytes
-            assumptions["cuDNN's workspaces are no larger than what was not reached"] = None
+            assumptions[
+                "workspaces of cuDNN were not seen, and take no more than was not reached"
+            ] = None
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
                 tapes = {}
