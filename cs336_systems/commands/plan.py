@@ -11,7 +11,7 @@ from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, Run
 from ..costs.depth import of_depth
 from ..costs.derivation import Sizes
 from ..costs.hardware import DeviceSpec, devices_called
-from ..costs.layout_cost import why_unknown
+from ..costs.layout_cost import why_refused, why_unknown
 from ..costs.networks import links_of
 from ..costs.ranks_time import Links
 from ..costs.shards import FP32_BYTES, factor_bytes
@@ -130,7 +130,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other, and for
-        steps of which no layout is foretold.
+        steps of which no layout is foretold, and TorchError if that takes a trace.
         """
         usual: dict[str, Any] = {
             "size": "small",
@@ -143,7 +143,12 @@ class PlanArguments(flags.Flags, ForecastArguments):
         if is_ours and given.get("model_factory") is None:
             usual["context_length"] = USUAL_CONTEXT
         config = make_config(Device.CUDA, **usual | given)
-        if reason := why_unknown(config):
+        reason = why_refused(config)
+        if not reason:
+            for blocks in (1, 2):
+                require_tape(of_depth(config, blocks))
+            reason = why_unknown(config)
+        if reason:
             raise ValueError(f"no plan: {reason}")
         return config
 
@@ -220,8 +225,6 @@ def run(arguments: PlanArguments) -> int:
     """Print the plan, and write it if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    for blocks in (1, 2):
-        require_tape(of_depth(config, blocks))
     ceilings = checked(arguments.known_ceilings)
     training = checked(_training, arguments, config, ceilings)
     if arguments.derive:

@@ -64,8 +64,8 @@ def layout_cost(
         return str(error)
 
 
-def why_unknown(config: RunConfig) -> str:
-    """Why no layout of a step is foretold; empty if layouts are."""
+def why_refused(config: RunConfig) -> str:
+    """Which setting of a step makes that no layout is foretold; empty if none does."""
     if config.mode is not Mode.TRAIN:
         return f"a layout is one of training, got mode {config.mode}"
     if config.model_factory is not None:
@@ -74,6 +74,13 @@ def why_unknown(config: RunConfig) -> str:
         return "layouts are foretold for the fused optimizer and fused attention"
     if config.precision is Precision.FP16:
         return "precision fp16 has a gradient scaler that waits for the device; use bf16"
+    return ""
+
+
+def why_unknown(config: RunConfig) -> str:
+    """Why no layout of a step is foretold; empty if layouts are."""
+    if reason := why_refused(config):
+        return reason
     if config != config.without_shortcuts or not is_predictable(of_depth(config.alone, 1)):
         return "the step has settings whose memory is not foretold"
     return ""

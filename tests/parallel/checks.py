@@ -43,7 +43,7 @@ WAYS = {
     "ddp-flat": FlatDDP,
     "ddp-overlap": functools.partial(OverlapDDP, bucket_bytes=8000),
     "ddp-push": PushDDP,
-    "ddp": TorchDDP,
+    "ddp": functools.partial(TorchDDP, micro_batches=1),
     "fsdp": FSDP,
     "fsdp-push": functools.partial(FSDP, copies=True),
     "fsdp2": TorchFSDP,

@@ -169,7 +169,7 @@ class Group:
         slow_steps = SlowSteps(Pauses(), None)
         steps = list(self.steps(rank))
         for number, step in enumerate(steps):
-            slow_steps.step_read(number, step)
+            slow_steps.steps_read(number, [step])
         kept = steps[self.first[rank] :]
         ranks = Ranks("made", [], slow_steps)
         ranks._rank, ranks._world_size, ranks._has_own = rank, self.world, True

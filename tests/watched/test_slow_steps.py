@@ -260,7 +260,7 @@ def test_throttling_between_two_readings_of_the_clock_is_seen_by_its_counters(se
             lowered_ns[heat] += 2_000_000_000
         part.step_ended(number)
         step = made_step(step_s)
-        part.step_read(number, step)
+        part.steps_read(number, [step])
         if number >= 0:
             steps.append(step)
     seen = {step.number: step.pauses for step in part.slow_steps([], steps)}
