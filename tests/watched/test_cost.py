@@ -18,6 +18,11 @@ AROUND, PER_MARK, PER_HOOK, PER_PASS, PER_READING = 18, 2, 2, 12, 24
 computing the times of a step later.
 """
 
+BY_TIME = ("_collecting", "Pauses.begins", "Pauses.ends", "Pauses._add", "Pauses.take")
+"""Beginnings of the names of functions that garbage collections call, and readings, which come by
+time.
+"""
+
 
 def calls_in(run):
     """Calls of functions of `watch` by their names, without those within which it computes times
@@ -27,7 +32,7 @@ def calls_in(run):
 
     def see(frame, event, _):
         code = frame.f_code
-        if not code.co_filename.startswith(OURS):
+        if not code.co_filename.startswith(OURS) or code.co_qualname.startswith(BY_TIME):
             return
         is_reading = code.co_name == "_read"
         if event == "return":
