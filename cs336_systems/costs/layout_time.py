@@ -219,6 +219,7 @@ class _LayoutTimer:
         self._curves, self._links = curves, links
         layout = rank.layout
         self._kernels = _kernels(rank.alone, layout.tensor, layout.context, layout.expert, curves)
+        self._calls_s: dict[CollectiveCall, float] = {}
         self._kinds = max(rank.stages, key=self._stage_s)
         """Kinds of the blocks of the slowest stage."""
 
@@ -373,6 +374,12 @@ class _LayoutTimer:
 
     def _group_s(self, call: CollectiveCall) -> float:
         """Seconds of an all-reduce among replicas, or of another collective among shards."""
+        if call not in self._calls_s:
+            self._calls_s[call] = self._computed_group_s(call)
+        return self._calls_s[call]
+
+    def _computed_group_s(self, call: CollectiveCall) -> float:
+        """The same, computed."""
         layout = self._layout
         is_reduce = call.collective is Collective.ALL_REDUCE
         ranks, in_node = layout.data, layout.neighbours("data", self._links.gpus_per_node)
