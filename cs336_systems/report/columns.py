@@ -261,7 +261,7 @@ COLUMNS = (
             "context and EP expert ranks.",
         ),
         "micro_batch": count_column("batch", "Sequences of one forward pass of a rank."),
-        "accumulate": count_column("times", "Micro-batches of a step, one after the other."),
+        "accumulate": count_column("accumulated", "Micro-batches of a step, one after the other."),
         "checkpoint": Column(
             "checkpoints", "", "1: each block keeps its input only.", 3, write=str
         ),
