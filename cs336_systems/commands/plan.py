@@ -190,7 +190,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
 
 def _divisible(number: float) -> int:
     """The multiple of the largest power of 2 that is near enough to the number; 1 at least."""
-    power = 2 ** max(0, int(number).bit_length())
+    power = 1 << int(number).bit_length()
     while power > 1:
         multiple = power * round(number / power)
         if abs(multiple - number) <= SHARED_CHANGE * number:

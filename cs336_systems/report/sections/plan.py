@@ -237,7 +237,10 @@ def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
     notes = [
         "Each layout is faster, or takes less memory, than all others. A step takes the sum of "
         "computing, exposed communication, the pipeline's bubble and the optimizer. Memory: the "
-        "fullest rank, with CUDA's context and NCCL; fragmentation is left out."
+        "fullest rank, with CUDA's context and NCCL; fragmentation is left out.",
+        "DP: replicas. FSDP, ZeRO-1: replicas that divide the model's state, or the optimizer's "
+        "alone. TP: ranks that divide every matrix. PP: stages. CP: ranks that divide each "
+        "sequence.",
     ]
     if len(rows) > TOP:
         notes.append(f"{len(rows) - TOP} more are slower and smaller: the CSV file has them.")
