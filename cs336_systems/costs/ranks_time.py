@@ -163,6 +163,17 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return None if times is None else times.time
 
 
+def why_no_time(config: RunConfig, curves: Curves) -> str:
+    """What of several ranks is the reason why `predicted_time` predicts nothing; empty if the step
+    of one rank is.
+    """
+    if not config.is_shared or step_time(config, curves) is None:
+        return ""
+    if config.accumulate_steps > 1:
+        return "several micro-batches on several ranks"
+    return f"no collectives among {max(2, config.ranks)} ranks of such GPUs were measured"
+
+
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:
     """Predict the time of a step on `config.ranks` ranks; None for what is not predicted on one
     rank either.
