@@ -25,8 +25,8 @@ NOT_THEIRS = sys.stdlib_module_names | {"torch", __name__.partition(".")[0]}
 MOST_ENTRIES = 1000
 """Most entries of a dictionary or a list that may be a cache of tensors."""
 ONE_AT_A_TIME = threading.RLock()
-"""Held while PyTorch is patched: of two traces in two threads, the one that ends last would put back
-what the other one had patched, and leave all compiled code without its compiler.
+"""Held while PyTorch is patched: of two traces in two threads, the one that ends last would put
+back what the other one had patched, and leave all compiled code without its compiler.
 """
 NOTHING = object()
 """Stands for the value of a name that there was not."""
