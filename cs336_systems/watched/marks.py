@@ -20,6 +20,7 @@ OPAQUE = frozenset({BACKWARD, DATA})
 """Phases in which nothing else is seen: backward recomputes what a checkpoint dropped, and a data
 set may call a model.
 """
+BETWEEN = "between steps"
 MAX_WAITS = 64
 """Waits for data between two steps, as a validation has many, that are kept before they are summed
 up.
@@ -86,6 +87,26 @@ class WatchedStep:
     """How much of `between_s` waited for data."""
     tokens: Tokens
     """What went through the model in forward passes."""
+
+    @property
+    def interval_s(self) -> float:
+        """From the end of the step before to the end of this one."""
+        return self.times.step_s + (self.between_s or 0.0)
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the optimizer ran."""
+        return OPTIMIZER in self.times.phases_s
+
+    def parts_s(self) -> dict[str, float]:
+        """The parts of the interval: the phases, all that waits for data, and what else lies
+        between the steps.
+        """
+        parts_s: dict[str, float] = {DATA: self.between_data_s}
+        for phase, seconds in self.times.phases_s.items():
+            parts_s[phase] = parts_s.get(phase, 0.0) + seconds
+        parts_s[BETWEEN] = (self.between_s or 0.0) - self.between_data_s
+        return parts_s
 
 
 class Timeline:

@@ -164,7 +164,7 @@ def test_a_loop_that_goes_on_after_its_report_is_watched_again(tmp_path, capsys)
 
 def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
     """Python collects garbage anywhere: here, within the wrapping of PyTorch's functions."""
-    from cs336.watched import hooks
+    from cs336.watched import patches
 
     before = torch.autograd._engine_run_backward
     forgotten = [watch(make()[0], output=tmp_path)]
@@ -175,7 +175,7 @@ def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
         return functools.wraps(function)
 
     forgotten[0].remove()
-    monkeypatch.setattr(hooks, "functools", SimpleNamespace(wraps=wraps_late))
+    monkeypatch.setattr(patches, "functools", SimpleNamespace(wraps=wraps_late))
     model, optimizer = make()
     watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
     train(watched, model, optimizer)
@@ -249,8 +249,8 @@ def test_a_fault_of_our_own_in_a_hook_is_said_and_stops_nothing(tmp_path, monkey
     model, optimizer = make()
     watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
     monkeypatch.setattr("cs336.watched.observer.TROUBLES", troubles := [])
-    monkeypatch.setattr("cs336.watched.loop.TROUBLES", troubles)
-    monkeypatch.setattr(type(watched._reader), "begins", lambda *_: 1 / 0)
+    monkeypatch.setattr("cs336.watched.recording.TROUBLES", troubles)
+    monkeypatch.setattr(type(watched._parts.reader), "begins", lambda *_: 1 / 0)
     train(watched, model, optimizer)
     record = watched.record()
     (said,) = [each for each in record.warnings if "ZeroDivisionError" in each.message]
