@@ -68,7 +68,7 @@ class Steps:
     def read(self) -> None:
         """Compute the times of the steps that the device has done, in order."""
         first, steps = self._num_read - self.warmup_steps, []
-        while self._pending and self._pending[0].mark(-1).is_passed():
+        while self._pending and self._pending[0].is_passed():
             pending = self._pending.popleft()
             steps.append(resolved(pending, self.tokens))
             self._timeline.recycle(pending)
