@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
+from ...waits import waiting_for
 from ..annotate import annotate
 from ..trainable import Trainable
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
@@ -191,7 +192,8 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             )
         module = f"{__package__}.{IMPORTED_BY[package]}"
         try:
-            importlib.import_module(module)
+            with waiting_for("importing kernels", IMPORTED_BY[package]):
+                importlib.import_module(module)
         except Exception as error:
             forget_answer(module)
             why = f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
