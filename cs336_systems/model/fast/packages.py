@@ -129,8 +129,8 @@ def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         for line in done.stdout.splitlines():
-            if line.startswith(_TRIED):
-                module, _, why = line.removeprefix(_TRIED).partition(" ")
+            module, _, why = line.removeprefix(_TRIED).partition(" ")
+            if line.startswith(_TRIED) and module in left:
                 failures[module] = f"{CANNOT_BE_IMPORTED}{why}" if why else None
         for ending in [module for module in left if module not in failures][:1]:
             said = done.stderr.splitlines() or [f"its process ended with status {done.returncode}"]
