@@ -32,7 +32,7 @@ from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from .fp8 import KeptScale, update_scales
 from .master_adamw import MasterAdamW, storage_of
 from .packages import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
-from .weights import CopyMaker, Weight, drop_gradients
+from .weights import COPY_DTYPE, CopyMaker, Weight, drop_gradients
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""
@@ -65,7 +65,9 @@ class FastLM(nn.Module):
                 _fast_block(block, maker, number) for number, block in enumerate(blocks)
             )
         if settings.fused_blocks:
-            self.token_embeddings = FusedEmbedding(reference.token_embeddings)
+            embedding = reference.token_embeddings
+            dtype = COPY_DTYPE if settings.bf16_stream else embedding.weight.dtype
+            self.token_embeddings = FusedEmbedding(embedding, dtype)
             self.ln_final = AddNorm(reference.ln_final)
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
