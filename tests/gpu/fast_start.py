@@ -18,11 +18,13 @@ COMMANDS = {
     "cold": f"benchmark.py --fast {GPT2} --measured-steps 30",
     "warm": f"benchmark.py --fast {GPT2} --measured-steps 31",
     "profile-gpt2": f"benchmark.py --fast {GPT2} {PROFILE}",
+    "stream-gpt2": f"benchmark.py --fast --bf16-stream {GPT2} --measured-steps 31",
     "profile-xl-fp8": f"benchmark.py --fast --fp8 {XL} {PROFILE}",
     "profile-2.7B-fp8": f"benchmark.py --fast --fp8 {LARGEST} {PROFILE}",
     # so few steps of warm-up that none is a graph: operators and shapes of each kernel are seen
     "eager-gpt2": f"benchmark.py --fast {GPT2} {PROFILE} --warmup-steps 3",
     "xl-fp8": f"benchmark.py --fast --fp8 {XL} --measured-steps 30",
+    "stream-xl-fp8": f"benchmark.py --fast --fp8 --bf16-stream {XL} --measured-steps 30",
 }
 AFTER_RECORD_S = 6.0
 IMPORTS = (
