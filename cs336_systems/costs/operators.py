@@ -66,6 +66,12 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
         trace.routing.note_experts(sides[0], b.numel())
 
 
+def _scaled_matmul(trace: StepTrace, call: Dispatch) -> None:
+    """Record a matmul in fp8, whose other inputs are scales and a bias."""
+    a, b = call.ins[:2]
+    trace.matmul(_form(a, b), (a.shape[0], a.shape[1], b.shape[1]), a.element_size())
+
+
 def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
     """Record the matmuls of a mixture of experts, one for each expert. Their sizes depend on data;
     they are taken to be as equal as they can be.
@@ -255,6 +261,7 @@ def _foreach(trace: StepTrace, call: Dispatch) -> None:
 
 LAUNCHERS: Mapping[str, Launcher] = {
     **dict.fromkeys(MATMULS, _matmul),
+    "_scaled_mm": _scaled_matmul,
     "_grouped_mm": _grouped_matmul,
     "_scaled_grouped_mm": _grouped_matmul,
     "_scaled_dot_product_flash_attention": _attention_kernel,
