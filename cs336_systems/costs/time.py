@@ -31,7 +31,7 @@ from ..config import (
     SdpaBackend,
 )
 from .accounting import count_parameters, step_flops, updated_parameters
-from .curves import PASS_SPREAD, Curves, interpolated
+from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
 from .kernels import KernelTime
 from .memory import is_predictable
 from .shards import plain
@@ -269,11 +269,10 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
     phases = operations(config)
     likely = _replayed(phases, config, curves)
     spread = kernel_spread(chain.from_iterable(phases.values()), config.precision, curves)
-    calls = curves.launch_spread
     return replace(
         likely,
-        low_s=_replayed(phases, config, curves, 1 / spread.factor, 1 / calls).step_s,
-        high_s=_replayed(phases, config, curves, spread.factor, calls).step_s,
+        low_s=_replayed(phases, config, curves, 1 / spread.factor, 1 / FASTER_LAUNCHES).step_s,
+        high_s=_replayed(phases, config, curves, spread.factor, SLOWER_LAUNCHES).step_s,
         extrapolated_share=spread.extrapolated_share,
     )
 
