@@ -6,6 +6,7 @@ that go round while attention computes are, as far as attention takes; gathers a
 state run beside kernels, as in `ranks_time`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -114,12 +115,13 @@ def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) ->
     """The time of operations that the host launches and the device runs."""
     call_s = call_time_s(config, curves)
     device_s = host_s = attention_s = 0.0
-    for operation in operations:
+    for operation, count in Counter(operations).items():
         kernel_s = kernel_time(operation, config.precision, curves).time_s
-        device_s += operation.launches * (kernel_s + curves.gap_s)
-        host_s += operation.launches * operation.host_calls * call_s
+        launches = count * operation.launches
+        device_s += launches * (kernel_s + curves.gap_s)
+        host_s += launches * operation.host_calls * call_s
         if operation.kind is OperationKind.ATTENTION:
-            attention_s += operation.launches * kernel_s
+            attention_s += launches * kernel_s
     return _Work(max(device_s, host_s), attention_s)
 
 
@@ -141,6 +143,7 @@ def rank_operations(
     """
     operations = []
     maker = OperationMaker(names)
+    made: dict[Any, Operation] = {}
     is_after_attention = is_forward = False
     for views, make, *arguments in keys:
         if make == "attention":
@@ -160,8 +163,11 @@ def rank_operations(
                 is_after_attention &= not writes
             if tensor > 1:
                 arguments = _divided(arguments, names, tensor, is_row)
-        operation = getattr(maker, make)(*arguments)
-        operations.append(_of_rank(replace(operation, views=views), tensor, context))
+        key = (views, make, *arguments)
+        if key not in made:
+            operation = replace(getattr(maker, make)(*arguments), views=views)
+            made[key] = _of_rank(operation, tensor, context)
+        operations.append(made[key])
     return operations
 
 
