@@ -361,7 +361,17 @@ class RunConfig:
             is_common=True,
         ),
     ] = None
-    blocks: Annotated[tuple[int, ...] | None, Setting(label=None, noted="never", column="")] = None
+    blocks: Annotated[
+        tuple[int, ...] | None,
+        Setting(
+            rules=(
+                Rule(
+                    lambda run: isinstance(run.blocks, tuple) and run.model_factory is not None,
+                    "blocks are kinds of those of your own model, got {config.blocks!r}",
+                ),
+            )
+        ),
+    ] = None
     """Blocks that are left of a user's own model, by the numbers of their kinds, where one of each
     kind stands for the others; None for all.
     """

@@ -80,7 +80,8 @@ def neighbours(
     """Pairs that differ in this setting alone, one for each base that has any."""
     pairs: dict[RunConfig, tuple[RunConfig, RunConfig]] = {}
     for base in bases:
-        for value in other_values(getattr(base.model if where else base, name)):
+        values = other_values(getattr(base.model if where else base, name))
+        for value in [(0,)] if name == "blocks" else values:
             with contextlib.suppress(ValueError):
                 first = replace(base, **fixed)
                 second = replaced(first, where, name, value)

@@ -39,6 +39,7 @@ OF_OTHERS = (
     "nvtx_kern_sum_small_ctx512.csv",
     "public_training_rows.csv",
     "public_rows.csv",
+    "simumax.csv",
     "drawn.csv",
     "files.csv",
     "out_of_memory.csv",

@@ -61,11 +61,12 @@ class PlanModelArguments(flags.Flags):
 )
 class PlanArguments(flags.Flags, ForecastArguments):
     """Say what it takes to train a model on many GPUs: whether it fits, how long, how much, and the
-    best layouts (data, FSDP, tensor, pipeline and context parallel), time against memory.
+    best layouts (data, FSDP, tensor, pipeline, context and expert parallel), time against memory.
 
-    Nothing is run, and neither a GPU nor torch is needed. `cs336 plan --size 8B --tokens 1T --gpus
-    64xH100 --price 2.5`. Without --tokens: one step. The optimizer is fused AdamW, and attention
-    is fused.
+    Nothing is run, and no GPU is needed, nor torch but for --model: a factory, or hf:PATH of a
+    configuration file, of whose blocks one of each kind is traced. `cs336 plan --size 8B --tokens
+    1T --gpus 64xH100 --price 2.5`. Without --tokens: one step. The optimizer is fused AdamW, and
+    attention is fused.
     """
 
     gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"
@@ -231,7 +232,7 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
             "sheet is known"
         )
     links, link_source = _links(arguments, name, device, ceilings)
-    curves = curves_meant(name, device, config, ceilings)
+    curves = curves_meant(name, device, of_depth(config, 1), ceilings)
     if curves is None or config.precision not in curves.matmuls:
         raise ValueError(f"nothing is known of {name} at {config.precision}")
     memory_bytes = None if device is None else device.memory_bytes

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...config import MAX_MEASURED_RANKS, SIZES, Parallel, RunConfig
+from ...config import MAX_MEASURED_RANKS, SETTINGS, SIZES, Parallel, RunConfig
 from ...costs.blocks import blocks_of_model
 from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
@@ -240,7 +240,7 @@ def _command(config: RunConfig) -> str:
     for name, value in (non_defaults(config.model) | non_defaults(config)).items():
         is_named = preset is not None and getattr(preset, name, None) == value
         if name not in ("size", "model", "device", "context_length") and not is_named:
-            words += [flag_of(name), str(value)]
+            words += [flag_of(name, SETTINGS[name]), str(value)]
     words += ["--context-length", str(config.model.context_length)]
     return shlex.join(words)
 
