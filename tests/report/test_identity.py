@@ -117,6 +117,7 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
     "device",
     "cuda_graph",
     "loss",
+    "blocks",
     "module_depth",
     "update_in_backward",
     "expandable_segments",
