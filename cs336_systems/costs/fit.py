@@ -25,6 +25,8 @@ MAX_GROWTH = 8
 """Most by which a step is larger than the largest that was traced, when the search for the
 largest goes on.
 """
+FURTHER = 4
+"""Numbers beyond the first that does not fit that are tried too."""
 INTERPOLATED = 12
 """Number of traced steps after which the search no longer interpolates between them, as the model's
 tensors do not grow evenly.
@@ -155,7 +157,11 @@ def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
 
 
 def last_number(has_room: Callable[[int], bool]) -> int:
-    """The last number that has room, found by doubling and bisection; 0 if 1 has none."""
+    """The last number that has room, found by doubling and bisection, or one of the next few; 0 if
+    1 has none.
+
+    More may fit where less does not, because tensors of other sizes leave other gaps.
+    """
     below, above = 0, 1
     while has_room(above):
         below, above = above, 2 * above
@@ -165,6 +171,9 @@ def last_number(has_room: Callable[[int], bool]) -> int:
             below = middle
         else:
             above = middle
+    if below:
+        further = range(below + 2, below + 2 + FURTHER)
+        below = max([below, *filter(has_room, further)])
     return below
 
 

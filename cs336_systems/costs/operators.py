@@ -139,6 +139,9 @@ def _cudnn_attention_backward(trace: StepTrace, call: Dispatch) -> None:
     parts = [("queries' gradient in fp32", elements, 4), ("row sums", rows, 4)]
     if heads > k.shape[1]:
         parts += 2 * [("gradient for each head", elements, q.element_size())]
+    if not trace.names.axes:  # one allocation, whose size is no product of axes
+        size = 256 + sum(trace.names.size(shape) * width for _, shape, width in parts)
+        parts = [("workspace of fused attention", str(size), 1)]
     trace.workspaces(parts)
     _attention(trace, Form.ATTENTION_BACKWARD, q, k)
 
@@ -196,12 +199,25 @@ def _power_of_2(number: int, most: int) -> int:
     return most if number >= most else 1 << (max(number, 1).bit_length() - 1)
 
 
+MOST_UNSORTED = 3072
+"""Tokens up to which a table's gradient is summed without sorting them."""
 SMS, THREADS_OF_SM = 132, 2048
 """Multiprocessors of a Hopper GPU, and the threads of each."""
 WARP, MOST_THREADS = 32, 512
 """Threads of a warp, and of a block that adds up."""
 LEAST_VALUES, MOST_VALUES = 16, 256
 """Values that a thread adds up at least if blocks share a sum, and from which on they share it."""
+
+
+def _embedding_backward(trace: StepTrace, call: Dispatch) -> None:
+    """Record the gradient of a table. Beyond 3,072 tokens it is summed by parts, of which there are
+    as many as tokens in tens and words at most (cuda/EmbeddingBackwardKernel.cu).
+    """
+    tokens, (words, width) = call.ins[1].numel(), call.outs[0].shape
+    if tokens > MOST_UNSORTED and not trace.names.axes:
+        parts = tokens // 10 + min(tokens, words)
+        trace.workspace("sums by parts", f"{parts} {width}^{WARP}", 4)
+    one_pass(trace, call)
 
 
 def _loss(trace: StepTrace, call: Dispatch) -> None:
@@ -222,27 +238,10 @@ def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
     trace.moves([gradient, output, call.outs[0]], is_dispatched=False)
 
 
-def _layer_norm(trace: StepTrace, call: Dispatch) -> None:
-    """Record a layer norm, which copies an input whose axes are not in order
-    (cuda/layer_norm_kernel.cu).
-    """
-    _copy_of(trace, call.ins[0])
-    one_pass(trace, call)
-
-
-def _copy_of(trace: StepTrace, *tensors: Tensor) -> None:
-    """Note the copies that a kernel makes of tensors that are not contiguous."""
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            trace.workspace("contiguous copy", *trace.moved(tensor))
-            trace.moves([tensor, tensor], Pass.STRIDED, is_dispatched=False)
-
-
 def _norm_backward(trace: StepTrace, call: Dispatch) -> None:
     """Record a norm's backward: one kernel for the gradient of the input, one for those of the
     parameters (cuda/layer_norm_kernel.cu).
     """
-    _copy_of(trace, *call.ins[:2])
     trace.moves([*call.ins[:2], call.outs[0]])
     trace.moves(call.ins[:2], is_dispatched=False)
 
@@ -271,10 +270,10 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "_scaled_dot_product_efficient_attention": _attention_kernel,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
     **dict.fromkeys(["sum", "mean"], _reduction),
+    "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _loss),
     "_softmax_backward_data": _softmax_backward,
     "rms_norm_backward": _norm_backward,
-    "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _norm_backward,
     "_fused_adamw_": lambda trace, call: trace.launch(
         "adamw", 28, tuple(trace.names.product(tensor.numel()) for tensor in call.args[0])
