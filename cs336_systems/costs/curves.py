@@ -8,13 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 
-from ..config import Precision
 from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
-from .kernels import KernelModel, KernelTime, Matmul, Rates, transferred
+from .kernels import (
+    FACTOR_BYTES,
+    KernelModel,
+    KernelTime,
+    Matmul,
+    MatmulPrecision,
+    ProductPrecision,
+    Rates,
+    transferred,
+)
 from .tape import MATMULS_OF, Form, Pass
 
-ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
 LAUNCH_SPREAD = 1.35
 """Hosts of equal GPUs, and processes on one of them, launch at rates that differ by this. From 52
 steps on H100s that launches limit.
@@ -29,7 +36,7 @@ class Curves:
     hashable as cache keys.
     """
 
-    matmuls: Mapping[Precision, tuple[Matmul, ...]]
+    matmuls: Mapping[MatmulPrecision, tuple[Matmul, ...]]
     copies: Mapping[int, float]
     """Times of copies by the bytes that they read and write."""
     adamw: Mapping[int, float]
@@ -80,7 +87,7 @@ class Curves:
 
     def matmul_time(
         self,
-        precision: Precision,
+        precision: MatmulPrecision,
         rows: int,
         inner: int,
         columns: int,
@@ -96,13 +103,19 @@ class Curves:
         return None if model is None else model.time(form, (batch, rows, inner, columns))
 
     def has_matmul(
-        self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int
+        self,
+        precision: MatmulPrecision,
+        rows: int,
+        inner: int,
+        columns: int,
+        form: Form,
+        batch: int,
     ) -> bool:
         """Whether this very matmul was measured."""
         model = kernel_model(self, precision)
         return model is not None and model.has(form, (batch, rows, inner, columns))
 
-    def rates(self, precision: Precision) -> Rates | None:
+    def rates(self, precision: MatmulPrecision) -> Rates | None:
         """What the model of kernels knows of the device; None without matmuls at this precision."""
         matmuls = self.matmuls.get(precision, ())
         rates = [matmul.flops_per_s for matmul in matmuls if matmul.form not in MATMULS_OF]
@@ -113,10 +126,10 @@ class Curves:
             flops_per_s=max(rates),
             bytes_per_s=max(num_bytes / time_s for num_bytes, time_s in self.copies.items()),
             kernel_s=self.kernel_s,
-            element_bytes=ELEMENT_BYTES[precision],
+            element_bytes=FACTOR_BYTES[precision],
         )
 
-    def without(self, precision: Precision, products: Set[tuple[int, int, int]]) -> "Curves":
+    def without(self, precision: MatmulPrecision, products: Set[tuple[int, int, int]]) -> "Curves":
         """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had
         been measured.
 
@@ -137,7 +150,7 @@ class Curves:
 
 
 @lru_cache(maxsize=256)
-def kernel_model(curves: Curves, precision: Precision) -> KernelModel | None:
+def kernel_model(curves: Curves, precision: MatmulPrecision) -> KernelModel | None:
     """The model of the device's matmuls and attention; None without matmuls at this precision."""
     rates = curves.rates(precision)
     return None if rates is None else KernelModel(rates, curves.matmuls[precision])
@@ -187,10 +200,11 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
         how: {num_bytes: by_memory * time_s for num_bytes, time_s in times_s.items()}
         for how, times_s in curves.passes.items()
     }
-    matmuls = {}
-    for precision, peak in target.peak_flops_per_s.items():
-        rates, reference = curves.rates(precision), source.peak_flops_per_s.get(precision)
-        if rates is not None and reference is not None:
+    matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}
+    for precision in ProductPrecision:
+        rates = curves.rates(precision)
+        peak, reference = target.peak(precision), source.peak(precision)
+        if rates is not None and peak is not None and reference is not None:
             like = replace(
                 rates,
                 flops_per_s=rates.flops_per_s * peak / reference,

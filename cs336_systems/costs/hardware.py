@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Precision
+from .kernels import MatmulPrecision, ProductPrecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,12 @@ class DeviceSpec:
     """Memory, with 2^30 bytes for each GB of the data sheet; None if devices of these names
     differ in it.
     """
+
+    def peak(self, precision: MatmulPrecision) -> float | None:
+        """Peak of matmuls with factors of this precision; None: unsupported or uncertain."""
+        if precision == ProductPrecision.FP8:
+            return self.fp8_peak_flops_per_s
+        return self.peak_flops_per_s.get(Precision(precision))
 
 
 DATA_SHEETS = Path(__file__).with_name("data_sheets.csv")

@@ -14,6 +14,8 @@ from .tape import Form, Pass
 from .trace import Dispatch, Launcher, StepTrace, tensors_in
 
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+FAST_ACCUM = 5
+"""Place of use_fast_accum among the arguments of _scaled_mm after the factors."""
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 
 
@@ -60,6 +62,16 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
     # as many rows as the tokens that an expert was given: taken for a matmul of that expert
     if trace.is_first_forward and sides[0] in trace.routing.counts:
         trace.routing.note_experts(sides[0], b.numel())
+
+
+def _scaled_matmul(trace: StepTrace, call: Dispatch) -> None:
+    """Record a matmul of factors in fp8, which the hardware takes in one layout only; the form says
+    how many bits its sums keep.
+    """
+    a, b, *others = call.args
+    use_fast_accum = len(others) > FAST_ACCUM and others[FAST_ACCUM]
+    form = Form.FORWARD if use_fast_accum else Form.INPUT
+    trace.matmul(form, (a.shape[0], a.shape[1], b.shape[1]), a.element_size())
 
 
 def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
@@ -148,6 +160,7 @@ def _foreach(trace: StepTrace, call: Dispatch) -> None:
 
 LAUNCHERS: Mapping[str, Launcher] = {
     **dict.fromkeys(MATMULS, _matmul),
+    "_scaled_mm": _scaled_matmul,
     "_grouped_mm": _grouped_matmul,
     "_scaled_grouped_mm": _grouped_matmul,
     "_scaled_dot_product_flash_attention": _attention_kernel,

@@ -496,13 +496,7 @@ def test_a_padded_vocabulary_is_computed() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"checkpoint_blocks": 1},
-        {"fp8": True},
-        {"cuda_graph": False},
-        {"fused_blocks": False},
-        {"loss_chunks": 2},
-    ],
+    [{"checkpoint_blocks": 1}, {"cuda_graph": False}, {"fused_blocks": False}, {"loss_chunks": 2}],
     ids=str,
 )
 def test_a_part_of_it_is_not_predicted(change: dict[str, Any]) -> None:
