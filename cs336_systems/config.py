@@ -361,6 +361,10 @@ class RunConfig:
             is_common=True,
         ),
     ] = None
+    blocks: Annotated[tuple[int, ...] | None, Setting(label=None, noted="never", column="")] = None
+    """Blocks that are left of a user's own model, by the numbers of their kinds, where one of each
+    kind stands for the others; None for all.
+    """
     loss: Annotated[
         LossKind,
         Setting(

@@ -15,13 +15,14 @@ from ..costs.layout_cost import why_refused, why_unknown
 from ..costs.networks import links_of
 from ..costs.ranks_time import Links
 from ..costs.shards import FP32_BYTES, factor_bytes
-from ..costs.traces import require_tape
+from ..costs.traces import one_tracer, require_tape
 from ..costs.training import Training, plan_training
+from ..model_file import is_model_file, longest_context
 from ..report.words import GIB, GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
 from .account import ForecastArguments, curves_meant
-from .configure import make_config
+from .configure import checked_factory, make_config
 from .outcome import OK, UsageError, checked, show
 
 MAX_GB_PER_S = 1e6
@@ -140,9 +141,9 @@ class PlanArguments(flags.Flags, ForecastArguments):
         }
         given = self.given()
         is_ours = not str(given.get("size", "")).lower().startswith("gpt2")
-        if is_ours and given.get("model_factory") is None:
-            usual["context_length"] = USUAL_CONTEXT
-        config = make_config(Device.CUDA, **usual | given)
+        if is_ours:
+            usual["context_length"] = self._usual_context(given.get("model_factory"))
+        config = checked_factory(make_config(Device.CUDA, **usual | given), given)
         reason = why_refused(config)
         if not reason:
             for blocks in (1, 2):
@@ -151,6 +152,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
         if reason:
             raise ValueError(f"no plan: {reason}")
         return config
+
+    def _usual_context(self, model: str | None) -> int:
+        """The context where none is asked for: no more than a configuration file allows."""
+        longest = longest_context(model) if model is not None and is_model_file(model) else None
+        return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
 
     def sequences(self, context_length: int) -> int:
         """Sequences of a step on all GPUs, which share them equally."""
@@ -221,6 +227,7 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
     )
 
 
+@one_tracer()
 def run(arguments: PlanArguments) -> int:
     """Print the plan, and write it if --output is given."""
     checked(arguments.check)

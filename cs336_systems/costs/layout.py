@@ -10,6 +10,7 @@ from itertools import product
 from math import prod
 
 from ..config import RunConfig
+from .blocks import blocks_of_model
 from .ranks_time import Links
 
 AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
@@ -18,6 +19,10 @@ MAX_MICRO_BATCH = 32
 """Most sequences of a micro-batch that are tried: more hardly makes matmuls faster."""
 MOST_CONTEXT = 16
 """Most ranks that are tried to share a context."""
+MOST_UNEVEN = 0.15
+"""Stages of a model of one's own may be longer by this part than the mean: 61 blocks, as DeepSeek's
+have, have no equal stages.
+"""
 TOKENS_OF_CONTEXT = 8192
 """Fewest tokens that a rank keeps where a context is shared."""
 
@@ -43,7 +48,9 @@ class Layout:
     context: int = 1
     """Ranks that divide each sequence; keys and values go round in a ring."""
     expert: int = 1
-    """Ranks that divide the experts of each block; for all else they are replicas."""
+    """Ranks that divide the experts of each block; for all else they are replicas, and divide the
+    state as `stage` says.
+    """
     micro_batch: int = 1
     """Sequences of one forward pass."""
     accumulate: int = 1
@@ -81,10 +88,22 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Number of ranks among which the sharded state is divided: those that share a context have
-        the same parameters, and so divide them too.
+        """Number of ranks among which the sharded state is divided, of all but experts: those that
+        share a context or experts have the same parameters, and so divide them too.
         """
+        return self.shard * self.context * self.expert
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks that have the same experts, and divide their sharded state."""
         return self.shard * self.context
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that divide the experts of a block: those of a tensor group do so too,
+        and leave each expert's matrices whole.
+        """
+        return self.expert * self.tensor if self.expert > 1 else 1
 
     @property
     def shards_parameters(self) -> bool:
@@ -135,11 +154,10 @@ class Layout:
 
 def misfit(config: RunConfig, layout: Layout) -> str:
     """Why a model cannot be shared so; empty if it can."""
-    model = config.model
+    model = blocks_of_model(config)
     divided = {
         "tensor": (model.num_heads, "heads"),
-        "pipeline": (model.num_layers, "layers"),
-        "context": (model.context_length, "tokens of context"),
+        "context": (config.model.context_length, "tokens of context"),
     }
     for axis, (whole, of_what) in divided.items():
         if whole % (ranks := getattr(layout, axis)):
@@ -148,36 +166,50 @@ def misfit(config: RunConfig, layout: Layout) -> str:
         return f"tensor {layout.tensor} does not divide {model.num_kv_heads} heads of keys"
     if model.d_ff % layout.tensor:
         return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
-    if model.num_layers % (layout.pipeline * layout.chunks):
+    parts = layout.pipeline * layout.chunks
+    most = 0.0 if config.model_factory is None else MOST_UNEVEN
+    if uneven_blocks(len(model.kinds), parts) > most:
         return f"{layout.pipeline} stages of {layout.chunks} chunks do not divide the layers"
     if layout.chunks > 1 and layout.accumulate % layout.pipeline:
         return "interleaved stages need micro-batches that are a multiple of them"
-    if layout.expert > 1:
-        return "the model has no experts to divide"
+    if layout.expert > 1 and not model.experts:
+        return "the model has no experts to divide, each with its part of one parameter"
+    if layout.expert > 1 and model.experts % layout.expert_ranks:
+        return f"{layout.expert_ranks} ranks do not divide {model.experts} experts"
     return ""
+
+
+def uneven_blocks(blocks: int, stages: int) -> float:
+    """How much longer the longest stage is than one of an equal share, as a part of that."""
+    return -(-blocks // stages) * stages / blocks - 1
 
 
 def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> Iterator[Layout]:
     """The sensible layouts of a step of `global_batch` sequences on so many GPUs.
 
-    Tensor ranks stay within a node, contexts are shared only where they are long, stages of a
-    pipeline share the optimizer's state alone (ZeRO-1), as gathering for each micro-batch would
-    take long, and FSDP shards over all GPUs or, in several nodes, over one node (HSDP).
+    Tensor ranks stay within a node, contexts are shared only where they are long, experts by any
+    number of ranks that divides them. Stages of a pipeline share the optimizer's state alone
+    (ZeRO-1), as gathering for each micro-batch would take long, and FSDP shards over all GPUs or,
+    in several nodes, over one node (HSDP).
     """
     node = min(gpus, links.gpus_per_node)
-    for tensor, context, pipeline in product(_powers(node), _powers(MOST_CONTEXT), _powers(gpus)):
-        ways = tensor * context * pipeline
+    sizes = _powers(node), _powers(MOST_CONTEXT), _powers(gpus)
+    experts = [1]
+    if most := blocks_of_model(config).experts:
+        experts = _powers(min(most, gpus))
+    for tensor, context, pipeline, expert in product(*sizes, experts):
+        ways = tensor * context * pipeline * expert
         tokens = config.model.context_length // context
-        if gpus % ways or global_batch % (gpus // ways):
+        if gpus % ways or global_batch % (gpus // ways * expert):
             continue
         if context > 1 and tokens < TOKENS_OF_CONTEXT:
             continue
-        base = Layout(tensor=tensor, context=context, pipeline=pipeline)
+        base = Layout(tensor=tensor, context=context, pipeline=pipeline, expert=expert)
         if misfit(config, base):
             continue
         replicas = gpus // ways
-        for shared in _shared(base, replicas, node // min(node, tensor * context)):
-            yield from _divided(config, shared, global_batch // replicas)
+        for shared in _shared(base, replicas, node // min(node, tensor * context * expert)):
+            yield from _divided(config, shared, global_batch // replicas // expert)
 
 
 def _powers(most: int) -> list[int]:
@@ -187,11 +219,13 @@ def _powers(most: int) -> list[int]:
 
 def _shared(base: Layout, replicas: int, in_node: int) -> Iterator[Layout]:
     """Ways in which replicas keep the state: each all of it, or divided."""
+    if base.pipeline > 1:
+        base = replace(base, stage=1)
     yield replace(base, data=replicas)
     if replicas == 1:
         return
     if base.pipeline > 1:
-        yield replace(base, shard=replicas, stage=1)
+        yield replace(base, shard=replicas)
         return
     yield replace(base, shard=replicas)
     if 1 < in_node < replicas and replicas % in_node == 0:

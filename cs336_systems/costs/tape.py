@@ -276,6 +276,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """Parameters of experts that a token does not choose, if experts were taken to be chosen
     equally often.
     """
+    blocks: list[int] = []
+    """Of the whole model of which the step has a few blocks, the number of each block's kind."""
 
     @cached_property
     def names(self) -> Names:
@@ -405,6 +407,12 @@ class OperationMaker:
             batch=count,
             element_bytes=element_bytes,
         )
+
+    def experts(
+        self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str
+    ) -> Operation:
+        """The matmuls of `batch` experts, each with the tokens that chose it."""
+        return self.matmul(form, rows, inner, columns, element_bytes, batch)
 
     def attention(
         self,

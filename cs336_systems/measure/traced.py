@@ -23,6 +23,7 @@ from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
 from ..costs.traces import Asked, encoded
 from ..costs.tracing import tracing
+from ..model.blocks import keep_kinds
 from ..model.trainable import make_model
 from ..model.user_code import is_our_message, load_factory, told
 from .clock import StepTimes
@@ -57,6 +58,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         patches = _with_chunks if factory is None else _as_of_whole_sequences
         with tracing(axes, OF_FAST) as trace:
             model = make_model(config)
+            kinds = keep_kinds(model, config.blocks) if config.blocks else []
             parameters = _parameters(model, trace)
             # of a user's model the first rank, as a way of the user's may share the optimizer's
             # state otherwise; of ours the one that keeps most
@@ -65,6 +67,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
                 tape = _steps(config, model, trace, rank)
             if factory is not None:
                 tape.places = trace.places
+            tape.blocks = kinds
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
