@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 
+from ..config import FP8_MULTIPLE
 from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
 from .kernels import (
@@ -69,6 +70,8 @@ class Curves:
     """
     is_measured: bool = True
     """Whether they were measured, and not computed from the device's data sheet."""
+    has_fp8: bool = True
+    """Whether matmuls in fp8, if there are any, were measured, and not computed from bf16 ones."""
     is_in_doubt: bool = False
     """Whether so many of the times are in doubt that what is predicted from them is too."""
     is_shipped: bool = False
@@ -187,6 +190,33 @@ def time_s(
         count * interpolated(curves[call.collective], call.num_bytes)
         for call, count in counts.items()
     )
+
+
+def with_fp8(curves: Curves, device: DeviceSpec | None) -> Curves:
+    """The curves with matmuls in fp8 where none was measured: as efficient as those in bf16 at the
+    peaks of the device's data sheet. Unchanged if it has no such peaks.
+    """
+    fp8, bf16 = ProductPrecision.FP8, ProductPrecision.BF16
+    if device is None or curves.matmuls.get(fp8):
+        return curves
+    rates, peak, reference = curves.rates(bf16), device.peak(fp8), device.peak(bf16)
+    if rates is None or peak is None or reference is None:
+        return curves
+    like = replace(
+        rates, flops_per_s=rates.flops_per_s * peak / reference, element_bytes=FACTOR_BYTES[fp8]
+    )
+    linear = [
+        matmul
+        for matmul in curves.matmuls[bf16]
+        if matmul.form not in MATMULS_OF and matmul.batch == 1 and is_for_fp8(matmul)
+    ]
+    matmuls = {**curves.matmuls, fp8: transferred(linear, rates, like)}
+    return replace(curves, matmuls=matmuls, has_fp8=False)
+
+
+def is_for_fp8(matmul: Matmul) -> bool:
+    """Whether hardware multiplies matrices of these sides in fp8."""
+    return matmul.inner % FP8_MULTIPLE == 0 and matmul.columns % FP8_MULTIPLE == 0
 
 
 def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -> Curves:

@@ -32,6 +32,8 @@ class DeviceSpec:
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or
     uncertain.
     """
+    has_mx: bool = False
+    """Whether matmuls read scales of 32 elements each (MXFP8)."""
     link_bytes_per_s: float | None = None
     """Rate at which a GPU sends to others of its node, through NVLink, Infinity Fabric or, without
     them, PCIe: half of the data sheet's figure of both directions. None if boards differ in their
@@ -78,6 +80,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         multiprocessors=int(row["multiprocessors"] or 1),
         source=row["source"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
+        has_mx=bool(row["mx"]),
         link_bytes_per_s=figure("link_gb_per_s", 1e9 / 2),
         gpus_per_node=int(row["node"]) if row["node"] else None,
         network=row["network"] or None,

@@ -17,8 +17,10 @@ from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated
 from .depth import step_by_depth
+from .layout import Layout
 from .layout_memory import EXPERTS, Rank
 from .ranks_time import Links, Timeline
+from .recipes import Recipe, casts, in_fp8, takes_fp8
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
 from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
 from .time import call_time_s, kernel_spread, kernel_time
@@ -84,10 +86,11 @@ class _Kernels:
 
 
 @lru_cache(maxsize=4096)
-def _kernels(alone: RunConfig, tensor: int, context: int, expert: int, curves: Curves) -> _Kernels:
+def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     """The kernels of a rank of a tensor, a context and an expert group; `alone` is the step of one
-    block on this rank's micro-batch.
+    block on this rank's micro-batch. The head is in bf16 where blocks are in fp8.
     """
+    tensor, context, expert, recipe = layout.tensor, layout.context, layout.expert, layout.fp8
     names, model = Names(axes(alone)), blocks_of_model(alone)
     width = "d_model" if alone.model_factory is None else str(model.d_model)
     divided = partial(
@@ -97,15 +100,18 @@ def _kernels(alone: RunConfig, tensor: int, context: int, expert: int, curves: C
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
         step = step_by_depth(alone, kind)
-        of_phases = {phase: divided(step.launches[phase].block) for phase in _PHASES}
+        launched = {phase: step.launches[phase].block for phase in _PHASES}
+        of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
         blocks.append({phase: _work(of_phases[phase], alone, curves) for phase in _PHASES})
         for operations in of_phases.values():
             every += operations
     outside_s = {}
     for phase in _PHASES:
         # what a second block adds to a model of one block, and what that one has besides
-        of_one = _work(divided(step_by_depth(alone).launches[phase].of_one), alone, curves)
-        outside_s[phase] = max(0.0, of_one.step_s - blocks[0][phase].step_s)
+        launched_of_one = step_by_depth(alone).launches[phase]
+        of_one = _work(divided(launched_of_one.of_one), alone, curves)
+        of_block = _work(divided(launched_of_one.block), alone, curves)
+        outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves).factor
     return _Kernels(tuple(blocks), outside_s, spread)
 
@@ -130,22 +136,26 @@ def rank_operations(
     context: int,
     expert: int = 1,
     width: str = "d_model",
+    recipe: Recipe | None = None,
 ) -> list[Operation]:
     """The operations of a rank of a tensor group, of a ring of so many contexts and of a group that
     divides experts, from those of whole matrices on the rank's part of the context. `width` is the
-    side of matrices that is the residual stream's.
+    side of matrices that is the residual stream's. With a `recipe`, matmuls are in fp8, and their
+    factors are cast before.
 
     A tensor group divides the hidden layer and the heads, as Megatron-LM does: the first matrix by
     columns and the last by rows; what lies between matrices is divided by tokens. Experts stay
     whole where ranks divide them: a rank has fewer, with the tokens of all its group.
     """
-    operations = []
+    operations: list[Operation] = []
     maker = OperationMaker(names)
-    is_after_attention = is_forward = False
+    is_after_attention = is_forward = is_row = False
+    is_new = True
     for views, make, *arguments in keys:
         if make == "attention":
             is_after_attention = True
         elif make == "experts" and expert > 1:
+            _, is_row = _is_of_stream(arguments, width)
             arguments = _of_experts(arguments, names, tensor, expert)
         elif make in ("matmul", "experts"):
             # between checkpoints, backward computes forward again
@@ -160,9 +170,27 @@ def rank_operations(
                 is_after_attention &= not writes
             if tensor > 1:
                 arguments = _divided(arguments, names, tensor, is_row)
-        operation = getattr(maker, make)(*arguments)
-        operations.append(_of_rank(replace(operation, views=views), tensor, context))
+        operation = replace(getattr(maker, make)(*arguments), views=views)
+        if recipe is not None and takes_fp8(operation):
+            is_forward_matmul = operation.form is Form.FORWARD
+            if is_row or is_new or not is_forward_matmul:
+                operations += _casts(recipe, operation, is_row, tensor)
+            # matmuls that make heads, or hidden activations, of one input follow each other
+            is_new = is_row or not is_forward_matmul
+            operation = in_fp8(operation)
+        operations.append(_of_rank(operation, tensor, context))
     return operations
+
+
+def _casts(recipe: Recipe, matmul: Operation, is_row: bool, tensor: int) -> Iterable[Operation]:
+    """The casts before a matmul of a rank: of a layer's input, and of its result's gradient; that
+    of the weight has both already. A tensor group casts what it gathers before it does.
+    """
+    if matmul.form is Form.WEIGHT:
+        return ()
+    rows, inner, _ = matmul.sides
+    is_gathered = is_row is (matmul.form is Form.INPUT)
+    return casts(recipe, matmul.batch * rows * inner // (tensor if is_gathered else 1))
 
 
 def _of_rank(operation: Operation, tensor: int, context: int) -> Operation:
@@ -218,7 +246,10 @@ class _LayoutTimer:
         self._rank, self._layout = rank, rank.layout
         self._curves, self._links = curves, links
         layout = rank.layout
-        self._kernels = _kernels(rank.alone, layout.tensor, layout.context, layout.expert, curves)
+        of_kernels = Layout(
+            tensor=layout.tensor, context=layout.context, expert=layout.expert, fp8=layout.fp8
+        )
+        self._kernels = _kernels(rank.alone, of_kernels, curves)
         self._kinds = max(rank.stages, key=self._stage_s)
         """Kinds of the blocks of the slowest stage."""
 
@@ -229,6 +260,8 @@ class _LayoutTimer:
         tensor_s = self._tensor_s()
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
+        if layout.shards_parameters:
+            compute_s += (2 + layout.checkpoint) * self._weight_casts_s()
         data_s, last_s = self._data_s()
         micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
@@ -449,9 +482,19 @@ class _LayoutTimer:
             yield _call_of(unit, Collective.ALL_REDUCE, FP32_BYTES * elements)
 
     def _optimizer_s(self) -> float:
-        """AdamW's update of what a rank has of the parameters, in one pass."""
+        """AdamW's update of what a rank has of the parameters, in one pass, and casts of weights to
+        fp8, which all micro-batches use; weights that are gathered for each are cast there.
+        """
         elements = self._rank.elements(self._kinds, is_kept=self._layout.shards > 1)
-        return interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+        update_s = interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+        return update_s if self._layout.shards_parameters else update_s + self._weight_casts_s()
+
+    def _weight_casts_s(self) -> float:
+        """Casts of the weights of a stage's blocks to fp8."""
+        if self._layout.fp8 is None:
+            return 0.0
+        operations = casts(self._layout.fp8, self._rank.linear_elements(self._kinds))
+        return sum(self._curves.pass_s(operation.moved_bytes) for operation in operations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,7 @@ def keep_kinds(model: nn.Module, wanted: Sequence[int]) -> list[int]:
     for kind in wanted:
         alike = [place for place, other in enumerate(kinds) if other == kind and place not in kept]
         if not alike:
-            raise TraceError(
-                "the model has too few blocks of one kind to tell what one costs"
-            )
+            raise TraceError("the model has too few blocks of one kind to tell what one costs")
         kept.append(alike[0])
     kept.sort()
     _cut_configurations(model, len(blocks), kept)

@@ -14,7 +14,7 @@ from statistics import median
 
 from ..analysis.warnings import in_doubt
 from ..costs.communication import Collective
-from ..costs.curves import Curves, transferred_curves
+from ..costs.curves import Curves, transferred_curves, with_fp8
 from ..costs.hardware import DeviceSpec, bare_name, find_device
 from ..costs.kernels import Matmul, MatmulPrecision
 from ..costs.tape import MATMULS_OF
@@ -100,6 +100,7 @@ class Ceilings:
             for is_shipped, studies in enumerate(self._studies_of(name)):
                 curves = _joined_curves(studies)
                 if curves is not None:
+                    curves = with_fp8(curves, find_device(name))
                     self._curves[name] = replace(
                         curves,
                         matmuls=_with_attention(name, curves),
