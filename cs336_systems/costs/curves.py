@@ -251,4 +251,5 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
         collectives={},
         multiprocessors=target.multiprocessors,
         is_measured=False,
+        is_shipped=False,
     )

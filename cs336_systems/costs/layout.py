@@ -172,7 +172,10 @@ def misfit(config: RunConfig, layout: Layout) -> str:
         return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
     parts = layout.pipeline * layout.chunks
     most = 0.0 if config.model_factory is None else MOST_UNEVEN
-    if uneven_blocks(len(model.kinds), parts) > most:
+    # the embedding and the head may stand for a layer each, so that the first part and the last
+    # have one less (Megatron-LM's account-for-embedding-in-pipeline-split)
+    has_ends = (len(model.kinds) + 2) % parts == 0
+    if uneven_blocks(len(model.kinds), parts) > most and not has_ends:
         return f"{layout.pipeline} stages of {layout.chunks} chunks do not divide the layers"
     if layout.chunks > 1 and layout.accumulate % layout.pipeline:
         return "interleaved stages need micro-batches that are a multiple of them"

@@ -22,7 +22,7 @@ from .layout_memory import EXPERTS, Rank
 from .ranks_time import Links, Timeline
 from .recipes import Recipe, casts, in_fp8, takes_fp8
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
-from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
+from .tape import FP8_BYTES, Form, Names, Operation, OperationKey, OperationKind, OperationMaker
 from .time import call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
@@ -152,6 +152,8 @@ def rank_operations(
     is_after_attention = is_forward = is_row = False
     is_new = True
     for views, make, *arguments in keys:
+        if recipe is not None and _changes_type_of_weight(make, arguments):
+            continue  # weights are cast once a step, and matmuls add up their gradients in fp32
         if make == "attention":
             is_after_attention = True
         elif make == "experts" and expert > 1:
@@ -180,6 +182,17 @@ def rank_operations(
             operation = in_fp8(operation)
         operations.append(_of_rank(operation, tensor, context))
     return operations
+
+
+def _changes_type_of_weight(make: str, arguments: Sequence[Any]) -> bool:
+    """Whether an operation is a pass that casts a weight for its matmul, or the gradient back."""
+    if make != "passes" or len(arguments[0]) != 2:
+        return False
+    (shape, read_bytes), (written, written_bytes) = arguments[0]
+    words = shape.split()
+    is_matrix = len([word for word in words if not word.isdigit()]) > 1
+    is_cast = shape == written and {read_bytes, written_bytes} == {2, 4}
+    return is_cast and is_matrix and not {"batch", "T", "T+1"} & {*words}
 
 
 def _casts(recipe: Recipe, matmul: Operation, is_row: bool, tensor: int) -> Iterable[Operation]:
@@ -321,13 +334,17 @@ class _LayoutTimer:
         """
         if self._layout.tensor == 1:
             return 0.0
-        pair_s = sum(
-            self._call_s(kind, self._stream_bytes, "tensor")
-            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        )
+        gathered_bytes: float = self._stream_bytes
+        gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
+        scatter_s = self._call_s(Collective.REDUCE_SCATTER, self._stream_bytes, "tensor")
+        outside_s = gather_s + scatter_s
+        if self._layout.fp8 is not None:  # inputs and gradients are cast before they are gathered
+            gathered_bytes *= FP8_BYTES / factor_bytes(self._rank.alone.precision)
+            gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
+        pair_s = gather_s + scatter_s
         passes = 2 + self._layout.checkpoint
         outside = 2  # around the embedding and the head
-        return pair_s * (len(self._kinds) * TENSOR_CALLS * passes + outside)
+        return pair_s * len(self._kinds) * TENSOR_CALLS * passes + outside * outside_s
 
     def _expert_s(self) -> float:
         """All-to-alls of a micro-batch that bring tokens to the ranks of their experts and back, in
