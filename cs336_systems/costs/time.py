@@ -18,25 +18,14 @@ from sys import maxsize
 from typing import NamedTuple
 
 from ..choices import EXCHANGES
-from ..config import (
-    PACKED_MULTIPLE,
-    Attention,
-    Device,
-    Mode,
-    OptimizerKind,
-    Parallel,
-    Phase,
-    Precision,
-    RunConfig,
-    SdpaBackend,
-)
+from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
 from .curves import PASS_SPREAD, Curves, interpolated
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
-from .memory import is_predictable
+from .memory import is_fast_step, is_predictable, is_predictable_fast
 from .shards import plain
 from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
-from .traces import as_costed, has_tape, own_parameters, prepare, require_tape, tape_of
+from .traces import as_costed, own_parameters, prepare, require_tape, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -219,28 +208,8 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
         config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     )
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(config.without_graph) or (
-        config.model_factory is None and is_fast_step(config) and has_tape(config)
-    )
+    is_known = is_predictable(config.without_graph) or is_predictable_fast(config)
     return not refused and is_known and has_large_matmuls(config, curves)
-
-
-def is_fast_step(config: RunConfig) -> bool:
-    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its
-    kernels are known.
-    """
-    model = config.model
-    settings = (
-        config.fused_blocks,
-        config.fused_loss,
-        config.compile_blocks,
-        config.cuda_graph,
-        config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
-        model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
-        model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
-    )
-    others = config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
-    return all(settings) and not any(others)
 
 
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:

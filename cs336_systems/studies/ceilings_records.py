@@ -21,9 +21,10 @@ from ..costs.communication import TIMED, Collective
 from ..costs.curves import LAUNCH_SPREAD, Curves
 from ..costs.hardware import find_device
 from ..costs.kernels import FACTOR_BYTES, Matmul, ProductPrecision
+from ..costs.memory import is_fast_step
 from ..costs.shards import FP32_BYTES
 from ..costs.tape import MATMULS_OF, RESULT_BYTES, Form, Pass
-from ..costs.time import factors_of, is_fast_step, operations, prepare_forecasts
+from ..costs.time import factors_of, operations, prepare_forecasts
 from ..costs.traces import has_tape
 from ..files import CEILINGS
 from ..model.fast.choose import fastest

@@ -39,12 +39,12 @@ from cs336.costs.accounting import (
 )
 from cs336.costs.curves import Curves
 from cs336.costs.kernels import Matmul
+from cs336.costs.memory import is_fast_step
 from cs336.costs.time import (
     KernelLaunch,
     StepLimit,
     TimePrediction,
     flops_of,
-    is_fast_step,
     limited_by_launches,
     operations,
     replay,
