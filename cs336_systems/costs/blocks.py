@@ -2,7 +2,7 @@
 configuration, of any other by the tapes of its blocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..config import RunConfig
@@ -39,7 +39,14 @@ def blocks_of_model(config: RunConfig) -> Blocks:
     """The blocks of the model of a configuration; raise DepthError for a model of one's own that
     cannot be traced.
     """
-    return _blocks(as_costed(config.alone))
+    return _blocks(plain_model(config))
+
+
+@lru_cache(maxsize=4096)
+def plain_model(config: RunConfig) -> RunConfig:
+    """A step of one sequence on one process, whose tapes have the same parameters."""
+    alone = as_costed(config.alone)
+    return replace(alone, batch_size=1, accumulate_steps=1, checkpoint_blocks=0)
 
 
 @lru_cache(maxsize=64)
@@ -80,6 +87,7 @@ def _blocks(config: RunConfig) -> Blocks:
     )
 
 
+@lru_cache(maxsize=256)
 def block_parameters(config: RunConfig, kind: int) -> tuple[Parameter, ...]:
     """The parameters of a block of this kind."""
     others = {one.unit for one in parameters_of(of_depth(config, 1))}
@@ -87,6 +95,7 @@ def block_parameters(config: RunConfig, kind: int) -> tuple[Parameter, ...]:
     return tuple(one for one in of_two if one.unit not in others)
 
 
+@lru_cache(maxsize=256)
 def outside_parameters(config: RunConfig) -> tuple[Parameter, ...]:
     """The parameters outside of blocks."""
     return tuple(one for one in parameters_of(of_depth(config, 1)) if not is_block(one.unit))

@@ -65,6 +65,7 @@ class StepByDepth:
         return counts
 
 
+@lru_cache(maxsize=4096)
 def of_depth(config: RunConfig, blocks: int, kind: int = 0) -> RunConfig:
     """The configuration with this number of blocks, the second of this kind."""
     if config.model_factory is not None:

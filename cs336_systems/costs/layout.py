@@ -7,7 +7,7 @@ So the groups that send most lie within a node.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from ..config import RunConfig
 from .blocks import blocks_of_model
@@ -194,29 +194,38 @@ def uneven_blocks(blocks: int, stages: int) -> float:
 def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> Iterator[Layout]:
     """The sensible layouts of a step of `global_batch` sequences on so many GPUs.
 
-    Tensor ranks stay within a node, contexts are shared only where they are long, experts by any
-    number of ranks that divides them. Stages of a pipeline share the optimizer's state alone
-    (ZeRO-1), as gathering for each micro-batch would take long, and FSDP shards over all GPUs or,
-    in several nodes, over one node (HSDP).
+    Tensor ranks stay within a node, contexts are shared only where they are long, experts by the
+    ranks of a node or by as many as divide them. Stages of a pipeline share the optimizer's state
+    alone (ZeRO-1), as gathering for each micro-batch would take long, and FSDP shards over all GPUs
+    or, in several nodes, over one node (HSDP).
     """
     node = min(gpus, links.gpus_per_node)
-    sizes = _powers(node), _powers(MOST_CONTEXT), _powers(gpus)
-    experts = [1]
-    if most := blocks_of_model(config).experts:
-        experts = _powers(min(most, gpus))
-    for tensor, context, pipeline, expert in product(*sizes, experts):
-        ways = tensor * context * pipeline * expert
+    for tensor, context, pipeline in product(_powers(node), _powers(MOST_CONTEXT), _powers(gpus)):
+        ways = tensor * context * pipeline
         tokens = config.model.context_length // context
-        if gpus % ways or global_batch % (gpus // ways * expert):
+        if gpus % ways or global_batch % (gpus // ways):
             continue
         if context > 1 and tokens < TOKENS_OF_CONTEXT:
             continue
-        base = Layout(tensor=tensor, context=context, pipeline=pipeline, expert=expert)
+        base = Layout(tensor=tensor, context=context, pipeline=pipeline)
         if misfit(config, base):
             continue
         replicas = gpus // ways
-        for shared in _shared(base, replicas, node // min(node, tensor * context * expert)):
-            yield from _divided(config, shared, global_batch // replicas // expert)
+        in_node = node // min(node, tensor * context)
+        for expert in _expert_groups(config, tensor, replicas, in_node):
+            base = replace(base, expert=expert)
+            for shared in _shared(base, replicas // expert, in_node // min(in_node, expert)):
+                yield from _divided(config, shared, global_batch // replicas)
+
+
+def _expert_groups(config: RunConfig, tensor: int, replicas: int, in_node: int) -> Iterator[int]:
+    """Numbers of ranks that divide experts: one, those of a node, and as many as there are."""
+    yield 1
+    experts = blocks_of_model(config).experts
+    most = gcd(experts, tensor * replicas) // tensor
+    for ranks in sorted({gcd(most, in_node), most}):
+        if ranks > 1 and replicas % ranks == 0:
+            yield ranks
 
 
 def _powers(most: int) -> list[int]:

@@ -8,15 +8,15 @@ but the first and the last stage of a pipeline keep less than these two.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..config import Parallel, Phase, RunConfig
-from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameters
+from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameters, plain_model
 from .depth import Change, StepByDepth, of_depth, step_by_depth
 from .layout import Layout
 from .memory import rounded_bytes
 from .recipes import cast_bytes
-from .shards import FP32_BYTES, LOOKUP, REST, Parameter, Unit, factor_bytes, parameters_of
+from .shards import FP32_BYTES, LOOKUP, REST, Parameter, Unit, factor_bytes
 from .tape import Category, Names, TensorKey
 from .traces import axes
 
@@ -36,6 +36,12 @@ GATHERED_INPUTS = 2
 """Whole inputs of matmuls that a rank of a tensor group gathers at once: in backward the input, to
 be multiplied again, and the gradient of the result.
 """
+
+
+@lru_cache(maxsize=256)
+def _named(sizes: tuple[tuple[str, int], ...]) -> Names:
+    """Axes of these sizes, which keep what they have computed."""
+    return Names(dict(sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,7 @@ class Rank:
     @cached_property
     def names(self) -> Names:
         """Sizes of the axes of a micro-batch, of whole matrices."""
-        return Names(axes(self.alone))
+        return _named(tuple(axes(self.alone).items()))
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -96,12 +102,17 @@ class Rank:
     def block_parameters(self) -> tuple[tuple[Parameter, ...], ...]:
         """The parameters of a block of each kind, with this rank's part of each matrix."""
         kinds = range(max(self.model.kinds) + 1)
-        return tuple(self._parts(block_parameters(self.alone, kind)) for kind in kinds)
+        return tuple(self._parts(block_parameters(self._plain, kind)) for kind in kinds)
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:
         """The parameters outside of blocks, with this rank's part of each matrix."""
-        return self._parts(outside_parameters(self.alone))
+        return self._parts(outside_parameters(self._plain))
+
+    @cached_property
+    def _plain(self) -> RunConfig:
+        """A step whose model has the same parameters, whatever the micro-batch."""
+        return plain_model(self.config)
 
     def _parts(self, parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
         """This rank's parts: of experts it has some, and of other matrices a part."""
@@ -202,8 +213,8 @@ class StageMemory:
         self._shares, self._more_bytes = _shared_out(rank, kinds)
         self._sizes: dict[TensorKey, int] = {}
         self._stacks = set[str]()
-        for config in (of_depth(rank.alone, 2, kind) for kind in sorted({*kinds})):
-            for parameter in parameters_of(config):
+        for kind in {*kinds}:
+            for parameter in block_parameters(plain_model(rank.config), kind):
                 if parameter.has_experts:
                     self._stacks.add(" ".join(map(str, parameter.shape)))
         live = rank.steps[0].live(Phase.FORWARD, 1)

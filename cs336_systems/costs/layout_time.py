@@ -263,6 +263,7 @@ class _LayoutTimer:
             tensor=layout.tensor, context=layout.context, expert=layout.expert, fp8=layout.fp8
         )
         self._kernels = _kernels(rank.alone, of_kernels, curves)
+        self._calls_s: dict[CollectiveCall, float] = {}
         self._kinds = max(rank.stages, key=self._stage_s)
         """Kinds of the blocks of the slowest stage."""
 
@@ -423,6 +424,12 @@ class _LayoutTimer:
 
     def _group_s(self, call: CollectiveCall) -> float:
         """Seconds of an all-reduce among replicas, or of another collective among shards."""
+        if call not in self._calls_s:
+            self._calls_s[call] = self._computed_group_s(call)
+        return self._calls_s[call]
+
+    def _computed_group_s(self, call: CollectiveCall) -> float:
+        """The same, computed."""
         layout = self._layout
         is_reduce = call.collective is Collective.ALL_REDUCE
         ranks, in_node = layout.data, layout.neighbours("data", self._links.gpus_per_node)
