@@ -140,7 +140,7 @@ class AccountArguments(flags.Flags, ForecastArguments):
     json: flags.Switch = False
     """Print JSON instead of tables."""
 
-    def config(self, gpu_name: str | None) -> RunConfig:
+    def config(self, gpu_name: str | None = None) -> RunConfig:
         """The configuration of these flags on the GPU of this name; raise ValueError for flags
         that contradict each other.
         """
