@@ -22,6 +22,7 @@ from cs336.costs.recipes import Recipe, cast_bytes, casts
 from cs336.costs.tape import Form, Names, OperationKind, OperationMaker
 from cs336.costs.time import step_time
 from cs336.record import RunRecord, load_records
+from cs336.studies.ceilings_design import attention_shapes, drawn_matmuls
 from cs336.studies.ceilings_files import Ceilings, data_sheet_curves
 from tests.committed import committed_runs
 
@@ -233,3 +234,12 @@ def test_published_steps_in_fp8_took_as_long_as_foretold_and_as_much_memory() ->
         assert time.low_s < step.median_s < time.high_s
         assert records[0].memory is not None
         assert peak_bytes == pytest.approx(records[0].memory.peak_allocated_bytes, rel=0.01)
+
+
+def test_ceilings_draw_matmuls_that_hardware_takes_in_fp8() -> None:
+    """As many with fast sums as with full ones, of sides in multiples of 16 and no attention."""
+    shapes = list(drawn_matmuls(FP8, 20))
+    forms = [shape.form for shape in shapes]
+    assert forms.count(Form.FORWARD) == forms.count(Form.INPUT) == len(shapes) / 2 == 10
+    assert not any(shape.inner % 16 or shape.columns % 16 for shape in shapes)
+    assert not list(attention_shapes(FP8, (1024,)))
