@@ -655,6 +655,17 @@ class RunConfig:
             csv_place=26,
         ),
     ] = False
+    bf16_stream: Annotated[
+        bool,
+        _shortcut(
+            "Keep the residual stream and its gradient in bf16, in the place of fp32 under "
+            "autocast: the kernels of norms move half of the bytes or two thirds, and what "
+            "backward reads of the stream takes half of the memory. Losses differ a little, so "
+            "--fast uses it only together with this flag. Needs --fused-blocks.",
+            note="residual stream in bf16",
+            rules=(FUSED_BLOCKS,),
+        ),
+    ] = False
     bf16_moments: Annotated[
         bool,
         _shortcut(

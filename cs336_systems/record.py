@@ -303,6 +303,15 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something that a run waited for until its steps were timed."""
+
+    what: str
+    seconds: Seconds
+    """Without other waits inside it, such as the compilation inside a warm-up step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
     """Wall time of the parts of a run. Warm-up and measured are sums over steps."""
 
@@ -311,6 +320,11 @@ class Durations:
     measured_s: Seconds
     total_s: Seconds
     """From the first line of measure() to the finished record."""
+    waits: tuple[Wait, ...] = ()
+    """What the run waited for, in the order in which the waits ended. What came before measure() is
+    known only of a command that measures in its own process. Empty in records written before this
+    field existed.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

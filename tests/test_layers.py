@@ -40,6 +40,7 @@ BASE = (
     "files",
     "ranges",
     "settings",
+    "waits",
     "choices",
     "model_file",
     "shapes",

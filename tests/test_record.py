@@ -63,6 +63,7 @@ from cs336.record import (
     Status,
     Telemetry,
     Traffic,
+    Wait,
     WarningCode,
     encode_record,
     load_records,
@@ -256,7 +257,13 @@ FULL = RunRecord(
         Input(name="source of a.b:c", state="0123456789abcdef"),
         Input(name="token file t.npy", state=None),
     ),
-    durations=Durations(setup_s=1.0, warmup_s=2.0, measured_s=3.0, total_s=6.5),
+    durations=Durations(
+        setup_s=1.0,
+        warmup_s=2.0,
+        measured_s=3.0,
+        total_s=6.5,
+        waits=(Wait(what="importing PyTorch", seconds=0.5),),
+    ),
     warnings=tuple(RunWarning(code=code, message=f"about {code}") for code in WarningCode),
 )
 

@@ -229,8 +229,8 @@ def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, 
     watched = watch(model, optimizer, warmup_steps=1, output=tmp_path)
     loop_in_memory = replace(watched._loop, profiler=Profiler.MEMORY)
     recorded = Profiled(model, (optimizer,), loop_in_memory, tmp_path)
-    watched._profiled = recorded
-    watched._observe([recorded])
+    watched._parts.profiled = recorded
+    watched._parts.observe([recorded])
     loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
     recorded.move(tmp_path / "raw.pickle")
     notes = read_notes(notes_path(tmp_path / "raw.pickle"))

@@ -209,15 +209,12 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     if devices:
         names = ", ".join(", ".join(device.names) for device in devices)
         raise ValueError(
-            f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give "
-            "one"
+            f"GPU {name[:40]!r} may be {names}, which differ in their data sheets: give one"
         )
     known = [*chain.from_iterable(device.names for device in DEVICES)]
     alike = [other for other in known if name and name.casefold() in other.casefold()]
     close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
-    raise ValueError(
-        f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?"
-    )
+    raise ValueError(f"GPU {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
 
 
 def curves_meant(

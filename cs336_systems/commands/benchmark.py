@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 
+from .. import waits
 from ..analysis.warnings import judged
 from ..config import Device, Profiler, RunConfig
 from ..measure.environment import lacking_memory
@@ -175,11 +176,13 @@ def _measure(
 
         status(f"measuring on {counted(config.ranks, 'rank')}")
         return measure_one(config, runs, timeout_s=arguments.timeout_s)
-    status("importing PyTorch")
-    from ..measure.run import measure
+    waits.tell(status)
+    waits.note_since_start("reading the command")
+    with waits.waiting_for("importing PyTorch"):
+        from ..measure.run import measure
 
     here = Path.cwd()
     with outcome.stdout_to_stderr():
-        record = measure(config, profile=profile, say=status, until_stable=arguments.until_stable)
+        record = measure(config, profile=profile, until_stable=arguments.until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record

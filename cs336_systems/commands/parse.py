@@ -34,9 +34,14 @@ COMMON = {
     "fit",
     "memory_gib",
     "device_name",
-    "parameters",
     "rungs",
-    "network_gb_per_s",
+    "gpus",
+    "tokens",
+    "price",
+    "global_batch",
+    "budget_gib",
+    "days",
+    "derive",
 }
 for _name, _setting in SETTINGS.items():
     if _setting.is_common:

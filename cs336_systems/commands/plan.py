@@ -41,6 +41,17 @@ GPUS = re.compile(r"(\d+)(?:x(.+))?", re.IGNORECASE)
 """A number, and after it the name of a GPU or how many a node has: `64`, `64xH100`, `2x8xH100`."""
 
 
+SHARED_CHANGE = 0.05
+"""Largest change of a batch given in tokens, so that the sequences of each GPU have more divisors:
+122 of them can be halved once only, and 128 seven times.
+"""
+
+
+@flags.with_flags(*flags.OF_MODEL, rules={"attention": "sdpa"})
+class PlanModelArguments(flags.Flags):
+    """What differs from the preset."""
+
+
 @flags.with_flags(
     "size",
     "context_length",
@@ -69,8 +80,9 @@ class PlanArguments(flags.Flags, ForecastArguments):
     global_batch: Annotated[
         str | None, flags.unset("N", "4M tokens, and for one step 4 sequences a GPU")
     ] = None
-    """What all GPUs take in a step: sequences, such as 1024, or with a letter tokens, such as
-    4M; the nearest multiple that the GPUs can share.
+    """What all GPUs take in a step: sequences, such as 1024, or with a letter tokens, such as 4M.
+    Sequences become the nearest multiple that the GPUs can share, and tokens one within 5 % that
+    they can also divide in micro-batches.
     """
     budget_gib: Annotated[float | None, flags.unset("GIB", "that of the data sheet")] = None
     """Memory of a GPU (GiB)."""
@@ -91,7 +103,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
     of earlier ones), for 128 elements or squares of a weight, or for 32 elements (MXFP8, from
     Blackwell on).
     """
-    model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
+    model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False
     """Instead, say what ranks compute and send on paper: expressions beside their numbers, for a
     block and its feed-forward network, and the most ranks before communication limits.
@@ -115,7 +127,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
             count *= in_node
         if not 1 <= count <= MAX_RANKS:
             raise ValueError(
-                f"--gpus must be a number, such as 8, 64xH100 or 2x8xH200, got {self.gpus[:40]!r}"
+                f"--gpus must be a number from 1 to {MAX_RANKS:,}, such as 8, 64xH100 or "
+                f"2x8xH200, got {self.gpus[:40]!r}"
             )
         return count, in_node, name
 
@@ -169,20 +182,35 @@ class PlanArguments(flags.Flags, ForecastArguments):
     def sequences(self, context_length: int) -> int:
         """Sequences of a step on all GPUs, which share them equally."""
         gpus = self.machines[0]
+        is_tokens = False
         if self.global_batch is None:
             wanted = float(USUAL_SEQUENCES * gpus)
             if self.tokens is not None:
                 wanted = USUAL_BATCH_TOKENS / context_length
+                is_tokens = True
         else:
             text = self.global_batch.strip()
             wanted = flags.scaled_number(text)
             if text[-1:].upper() in flags.SCALES:
                 wanted /= context_length
+                is_tokens = True
         if not 0 < wanted <= 2**30:
             raise ValueError(f"--global-batch is no number of sequences, got {self.global_batch}")
         # fewer sequences than GPUs can be shared by dividing the model only
         multiple = gpus if wanted >= gpus else 1
-        return max(1, round(wanted / multiple)) * multiple
+        shares = wanted / multiple
+        return multiple * (_divisible(shares) if is_tokens else max(1, round(shares)))
+
+
+def _divisible(number: float) -> int:
+    """The multiple of the largest power of 2 that is near enough to the number; 1 at least."""
+    power = 1 << int(number).bit_length()
+    while power > 1:
+        multiple = power * round(number / power)
+        if abs(multiple - number) <= SHARED_CHANGE * number:
+            return multiple
+        power //= 2
+    return max(1, round(number))
 
 
 def _links(

@@ -97,25 +97,33 @@ NOTHING: tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]] = (), ()
 def calls(config: RunConfig) -> Counter[CollectiveCall] | None:
     """The collectives of a step in the steady state, with the number of each.
 
-    None for a run in one process, micro-batches of sharded parameters, a user's own model or way,
-    models of more than MAX_LAYERS, steps that cannot be traced, and ranks that exchange copies of
-    weights (`cast_once`).
+    None for a run in one process, a user's own model or way, models of more than MAX_LAYERS, steps
+    that cannot be traced, and ranks that exchange copies of weights (`cast_once`).
     """
     is_known = config.parallel in EXCHANGES and config.model_factory is None
-    is_known &= config.accumulate_steps == 1 or not config.parallel.shards_parameters
     if not is_known or config.cast_once or config.model.num_layers > MAX_LAYERS:
         return None
     if not has_tape(plain(config)):
         return None
     counts = Counter[CollectiveCall]()
     for stage in stages(config):
-        counts.update(stage.gathers)
-        counts.update(stage.sends)
+        times = 1 if stage.phase is Phase.OPTIMIZER else exchanges(config)
+        for call in (*stage.gathers, *stage.sends):
+            counts[call] += times
     return counts
 
 
+def exchanges(config: RunConfig) -> int:
+    """How often a step exchanges: sharded parameters are gathered, and their gradients reduced, in
+    each micro-batch; whole gradients are averaged after the last one.
+    """
+    return config.accumulate_steps if config.parallel.shards_parameters else 1
+
+
 def stages(config: RunConfig) -> list[Stage]:
-    """What a rank computes and exchanges in a step, in order."""
+    """What a rank computes and exchanges in the last micro-batch of a step, and in the optimizer,
+    in order.
+    """
     way = config.parallel
     step = _sharded(config) if way.shards_parameters else _averaged(config)
     sends = []

@@ -88,7 +88,8 @@ class FastMemory:
         vocabulary = round_up(model.vocab_size, config.pad_vocabulary)
         self._count_parameters(vocabulary)
         # bytes for each token
-        stream, narrow = FP32_BYTES * model.d_model, HALF_BYTES * model.d_model
+        narrow = HALF_BYTES * model.d_model
+        stream = narrow if config.bf16_stream else FP32_BYTES * model.d_model
         statistics = FP32_BYTES * (2 if is_gpt2 else 1)  # 1 / deviation, and LayerNorm's mean
         normed = stream + narrow + statistics
         attention = 4 * narrow + FP32_BYTES * model.num_heads  # q, k, v, result, log-sum-exp

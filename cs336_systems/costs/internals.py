@@ -14,6 +14,7 @@ INTERNALS = {
     "torch._C.TensorBase": "code that asks for the device of a tensor sees meta, and not CUDA",
     "torch._C.DisableTorchFunction": "the trace's own code takes meta tensors for those of CUDA",
     "torch._C._current_autograd_node": "kernels of backward have no module",
+    "torch.autograd.graph._engine_run_backward": "sums of gradients take memory of their own",
     "torch._C._autograd._get_sequence_nr": "kernels of backward have no module",
     "torch._C._FunctionBase._sequence_nr": "kernels of backward have no module",
     "torch._C._distributed_c10d.FakeWork": "collectives return nothing to wait for",
@@ -49,6 +50,7 @@ def internal(path: str) -> Any:  # noqa: ANN401 (it may be anything)
 TensorBase = internal("torch._C.TensorBase")
 without_modes = internal("torch._C.DisableTorchFunction")
 current_node = internal("torch._C._current_autograd_node")
+run_backward = internal("torch.autograd.graph._engine_run_backward")
 next_sequence_number = internal("torch._C._autograd._get_sequence_nr")
 FakeWork = internal("torch._C._distributed_c10d.FakeWork")
 FakeTensor = internal("torch._subclasses.fake_tensor.FakeTensor")

@@ -224,6 +224,15 @@ def _rms_norm(
     return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
 
 
+def _linear(call: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A linear layer. Where no one kernel adds the bias, PyTorch adds it in place, but not within a
+    trace (linear in aten/src/ATen/native/Linear.cpp).
+    """
+    if bias is None or x.dim() == 2 or (x.dim() == 3 and x.is_contiguous()):
+        return call(x, weight, bias)
+    return torch.matmul(x, weight.t()).add_(bias)
+
+
 def _dropout(call: Any, x: Tensor, share: float, is_training: bool) -> Any:
     """Dropout as CUDA computes it: one kernel, whose mask has one byte for each element
     (aten/src/ATen/native/Dropout.cpp).
@@ -307,7 +316,7 @@ def _attention(
     is_flash, is_cudnn = _can_use_flash(q, k, v, mask, is_causal), _can_use_cudnn(q, k, v, dropout)
     if q.dim() != 4 or not (is_flash or is_cudnn or _can_use_efficient(q, k, v)):
         return call(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if is_flash:
+    if is_flash and not is_cudnn:
         flash, width = torch.ops.aten._scaled_dot_product_flash_attention, q.shape[-1]
         if width % 8 == 0:
             return flash(q, k, v, dropout, is_causal, scale=scale)[0]
@@ -339,6 +348,7 @@ def _aligned(mask: Tensor) -> Tensor:
 
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
+    "linear": _linear,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,
     "softmax": _softmax,

@@ -17,6 +17,8 @@ LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
 FAST_ACCUM = 5
 """Place of use_fast_accum among the arguments of _scaled_mm after the factors."""
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+CUBLASLT_WORKSPACE_BYTES = 2**20
+"""PyTorch's default, for products to which a bias is added (aten/src/ATen/cuda/CUDABlas.cpp)."""
 
 
 def one_pass(trace: StepTrace, call: Dispatch) -> None:
@@ -59,6 +61,8 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
     a, b = call.ins[-2:]
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
     trace.matmul(_form(a, b), sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    if call.name == "addmm" and call.ins[0].dim() == 1:
+        trace.claim_workspace("cuBLASLt workspace", CUBLASLT_WORKSPACE_BYTES)
     # as many rows as the tokens that an expert was given: taken for a matmul of that expert
     if trace.is_first_forward and sides[0] in trace.routing.counts:
         trace.routing.note_experts(sides[0], b.numel())
@@ -118,8 +122,7 @@ def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
     """Record the backward kernel of fused attention and its buffers.
 
     Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
-    multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
-    documented; that of flash is assumed.
+    multiplies output and gradient (cuda/attention_backward.cu).
     """
     q, k = call.ins[1:3]
     batch, heads, queries, d_head = q.shape
@@ -132,6 +135,93 @@ def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
     _attention(trace, Form.ATTENTION_BACKWARD, q, k)
 
 
+def _cudnn_attention_backward(trace: StepTrace, call: Dispatch) -> None:
+    """Record cuDNN's backward kernel of attention and its workspace.
+
+    That holds the queries' gradient and the row sums in fp32, and gradients of keys and values for
+    each head of the queries where heads share them: with 256 bytes more, exactly what cuDNN 9.19
+    takes on an H200 for 81 shapes.
+    """
+    q, k = call.ins[1:3]
+    batch, heads, queries, _ = q.shape
+    rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}"
+    elements = trace.names.product(q.numel())
+    parts = [("queries' gradient in fp32", elements, 4), ("row sums", rows, 4)]
+    if heads > k.shape[1]:
+        parts += 2 * [("gradient for each head", elements, q.element_size())]
+    trace.workspaces(parts)
+    _attention(trace, Form.ATTENTION_BACKWARD, q, k)
+
+
+def _reduction(trace: StepTrace, call: Dispatch) -> None:
+    """Record a sum or a mean, and the buffer through which thread blocks add up."""
+    source, total = call.ins[0], call.outs[0]
+    sides = zip(source.stride(), source.shape, range(source.dim()), strict=True)
+    axes = sorted(side for side in sides if side[1] > 1)
+    dims = call.args[1] if len(call.args) > 1 else None
+    reduced = {dim % source.dim() for dim in dims} if dims else {*range(source.dim())}
+    columns = 1
+    for _, size, axis in axes:
+        if axis in reduced:
+            break
+        columns *= size
+    # a tape with named axes serves sizes with which blocks would share the work otherwise
+    if 1 < total.numel() < source.numel() and columns > 1 and not trace.names.axes:
+        size = _buffer_bytes(source.numel() // total.numel(), total.numel(), columns, source)
+        if size:
+            trace.workspace("buffer of a sum", str(size), 1)
+    one_pass(trace, call)
+
+
+def _buffer_bytes(rows: int, outputs: int, columns: int, source: Tensor) -> int:
+    """Bytes in which thread blocks leave partial sums, where each adds up so many rows of some of
+    the outputs, of which so many are neighbours in memory; 0 if each output has one block.
+
+    Follows setReduceConfig and global_memory_size in aten/src/ATen/native/cuda/Reduce.cuh.
+    """
+    while (
+        rows > 1 and rows * outputs * source.element_size() >= 2**31
+    ):  # kernels index with 32 bits
+        rows = -(-rows // 2)
+    vector = next(width for width in (4, 2, 1) if columns % width == 0)
+    most = MOST_THREADS // vector
+    wide, high = _power_of_2(outputs // vector, most), _power_of_2(rows, most)
+    width = min(wide, WARP)
+    height = min(high, most // width)
+    width = min(wide, most // height)
+    if rows < min(16 * height, MOST_VALUES):
+        return 0
+    values = -(-rows // height)
+    grid = -(-(outputs // vector) // width)
+    wanted = SMS * (THREADS_OF_SM // (width * height))
+    if values < MOST_VALUES or grid > wanted:
+        return 0
+    blocks = max(min(-(-wanted // grid), -(-values // LEAST_VALUES)), -(-values // MOST_VALUES))
+    sum_bytes = max(4, source.element_size())
+    return sum_bytes * outputs * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_of_2(number: int, most: int) -> int:
+    """The largest power of 2 that is not above the number, or `most`."""
+    return most if number >= most else 1 << (max(number, 1).bit_length() - 1)
+
+
+SMS, THREADS_OF_SM = 132, 2048
+"""Multiprocessors of a Hopper GPU, and the threads of each."""
+WARP, MOST_THREADS = 32, 512
+"""Threads of a warp, and of a block that adds up."""
+LEAST_VALUES, MOST_VALUES = 16, 256
+"""Values that a thread adds up at least if blocks share a sum, and from which on they share it."""
+
+
+def _loss(trace: StepTrace, call: Dispatch) -> None:
+    """Record a loss; one that is reduced makes the losses of all elements first."""
+    if call.outs[0].dim() == 0:
+        largest = max(call.ins, key=Tensor.numel)
+        trace.workspace("losses of all elements", *trace.moved(largest))
+    one_pass(trace, call)
+
+
 def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
     """Record softmax's backward: CUDA multiplies gradient and output first
     (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu).
@@ -142,10 +232,27 @@ def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
     trace.moves([gradient, output, call.outs[0]], is_dispatched=False)
 
 
+def _layer_norm(trace: StepTrace, call: Dispatch) -> None:
+    """Record a layer norm, which copies an input whose axes are not in order
+    (cuda/layer_norm_kernel.cu).
+    """
+    _copy_of(trace, call.ins[0])
+    one_pass(trace, call)
+
+
+def _copy_of(trace: StepTrace, *tensors: Tensor) -> None:
+    """Note the copies that a kernel makes of tensors that are not contiguous."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            trace.workspace("contiguous copy", *trace.moved(tensor))
+            trace.moves([tensor, tensor], Pass.STRIDED, is_dispatched=False)
+
+
 def _norm_backward(trace: StepTrace, call: Dispatch) -> None:
     """Record a norm's backward: one kernel for the gradient of the input, one for those of the
     parameters (cuda/layer_norm_kernel.cu).
     """
+    _copy_of(trace, *call.ins[:2])
     trace.moves([*call.ins[:2], call.outs[0]])
     trace.moves(call.ins[:2], is_dispatched=False)
 
@@ -170,11 +277,14 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "_scaled_dot_product_flash_attention": _attention_kernel,
     "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
     "_scaled_dot_product_cudnn_attention": _attention_kernel,
-    "_scaled_dot_product_cudnn_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "_scaled_dot_product_efficient_attention": _attention_kernel,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    **dict.fromkeys(["sum", "mean"], _reduction),
+    **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _loss),
     "_softmax_backward_data": _softmax_backward,
     "rms_norm_backward": _norm_backward,
+    "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _norm_backward,
     "_fused_adamw_": lambda trace, call: trace.launch(
         "adamw", 28, tuple(trace.names.product(tensor.numel()) for tensor in call.args[0])

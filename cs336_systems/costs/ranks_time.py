@@ -18,7 +18,7 @@ from math import inf
 
 from ..choices import ExchangeRules
 from ..config import Phase, RunConfig
-from .communication import Collective, CollectiveCall, Stage, sent_share, stages
+from .communication import Collective, CollectiveCall, Stage, exchanges, sent_share, stages
 from .curves import Curves, interpolated
 from .shards import FP32_BYTES, parameters_of
 from .time import TimePrediction, step_time
@@ -26,6 +26,10 @@ from .time import TimePrediction, step_time
 SPEED_BESIDE = 0.5
 """Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread
 blocks of a matmul wait for a second wave, which doubles its time. Copies occupy no multiprocessor.
+"""
+CALL_SPREAD = 1.25
+"""Nine of ten collectives take between the expected time divided and multiplied by this: the
+all-reduces of each size in the published ceilings of two hosts differ by up to this.
 """
 
 
@@ -158,59 +162,109 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step on the machine that has these curves, on one rank or on several of
     one node.
 
-    None where `step_time` predicts none, for several ranks if no collectives among at most so many
-    were measured, and for several ranks with several micro-batches.
+    None where `step_time` predicts none, and for several ranks if no collectives among at most so
+    many were measured.
     """
     if not config.is_shared:
         return step_time(config, curves)
-    if config.accumulate_steps > 1:
-        return None
     links = measured_links(curves.collectives, max(2, config.ranks))
     times = None if links is None else ranks_step_time(config, curves, links)
     return None if times is None else times.time
 
 
+def why_no_time(config: RunConfig, curves: Curves) -> str:
+    """What of several ranks is the reason why `predicted_time` predicts nothing; empty if the step
+    of one rank is.
+    """
+    if not config.is_shared or step_time(config, curves) is None:
+        return ""
+    if config.accumulate_steps > 1:
+        return "several micro-batches on several ranks"
+    return f"no collectives among {max(2, config.ranks)} ranks of such GPUs were measured"
+
+
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:
     """Predict the time of a step on `config.ranks` ranks; None for what is not predicted on one
     rank either.
+
+    In the interval, all kernels and all collectives are as fast, or as slow, as is likely.
     """
     compute = step_time(config, curves)
-    if compute is None:
+    if compute is None or compute.low_s is None or compute.high_s is None:
         return None
-
-    def call_s(call: CollectiveCall) -> float:
-        """Seconds of one collective among all ranks."""
-        return links.call_s(call, config.ranks)
-
-    line = Timeline(config.parallel.exchange, call_s)
-    steps = stages(config)
-    more_s = line.run(steps, compute.phases_s)
-    # passes over gradients after backward: they are copied into one tensor, or those of all ranks
-    # are added up
-    elements = sum(parameter.elements for parameter in parameters_of(config))
-    rules = config.parallel.exchange
-    if rules.bucket_bytes == inf:
-        more_s[Phase.COMMUNICATION] += curves.pass_s(2 * FP32_BYTES * elements)
-    elif rules.copies and not config.parallel.shards_parameters:
-        more_s[Phase.COMMUNICATION] += (config.ranks - 1) * curves.pass_s(3 * FP32_BYTES * elements)
+    exchanged = _Exchanged(config, curves, links, compute)
+    more_s = exchanged.more_s
+    low, high = compute.low_s / compute.step_s, compute.high_s / compute.step_s
+    faster = _Exchanged(config, curves, links, compute, low, 1 / CALL_SPREAD)
+    slower = _Exchanged(config, curves, links, compute, high, CALL_SPREAD)
     phases_s, kernels_s = {}, {}
     for phase in Phase:
         if phase in compute.phases_s or phase in more_s:
             phases_s[phase] = compute.phases_s.get(phase, 0.0) + more_s.get(phase, 0.0)
             kernels_s[phase] = compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0)
-    step_s = compute.step_s + sum(more_s.values())
-    more = step_s / compute.step_s
-    low_s = None if compute.low_s is None else more * compute.low_s
-    high_s = None if compute.high_s is None else more * compute.high_s
     time = replace(
-        compute, phases_s=phases_s, kernels_s=kernels_s, step_s=step_s, low_s=low_s, high_s=high_s
+        compute,
+        phases_s=phases_s,
+        kernels_s=kernels_s,
+        step_s=compute.step_s + sum(more_s.values()),
+        low_s=compute.low_s + sum(faster.more_s.values()),
+        high_s=compute.high_s + sum(slower.more_s.values()),
     )
-    communication_s = 0.0
-    for stage in steps:
-        communication_s += sum(map(call_s, (*stage.gathers, *stage.sends)))
     return RanksTime(
-        time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=line.slowed_s
+        time=time,
+        compute_s=compute.step_s,
+        communication_s=exchanged.communication_s,
+        slowed_s=exchanged.slowed_s,
     )
+
+
+class _Exchanged:
+    """What the ranks of a step exchange, and how much longer it takes for that."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        curves: Curves,
+        links: Links,
+        compute: TimePrediction,
+        kernel_factor: float = 1.0,
+        call_factor: float = 1.0,
+    ) -> None:
+        """Simulate the exchange if kernels, and collectives, take so many times as long as is
+        expected.
+        """
+        rules, steps = config.parallel.exchange, stages(config)
+        times = exchanges(config)
+
+        def call_s(call: CollectiveCall) -> float:
+            """Seconds of one collective among all ranks."""
+            return call_factor * links.call_s(call, config.ranks)
+
+        micro_batch_s = {
+            phase: kernel_factor * time_s / config.accumulate_steps
+            for phase, time_s in compute.phases_s.items()
+        }
+        line = Timeline(rules, call_s)
+        self.more_s = line.run(steps, micro_batch_s)
+        """How much longer each phase takes."""
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION):
+            self.more_s[phase] *= times
+        self.slowed_s = times * line.slowed_s
+        """How much longer kernels take because of the collectives beside them."""
+        # passes over gradients after backward: they are copied into one tensor, or those of all
+        # ranks are added up
+        elements = sum(parameter.elements for parameter in parameters_of(config))
+        passes_s = 0.0
+        if rules.bucket_bytes == inf:
+            passes_s = curves.pass_s(2 * FP32_BYTES * elements)
+        elif rules.copies and not config.parallel.shards_parameters:
+            passes_s = (config.ranks - 1) * curves.pass_s(3 * FP32_BYTES * elements)
+        self.more_s[Phase.COMMUNICATION] += kernel_factor * passes_s
+        self.communication_s = 0.0
+        """All collectives, one after the other."""
+        for stage in steps:
+            stage_s = sum(map(call_s, (*stage.gathers, *stage.sends)))
+            self.communication_s += stage_s * (1 if stage.phase is Phase.OPTIMIZER else times)
 
 
 class Timeline:

@@ -122,8 +122,8 @@ class Operation:
     """Rows, inner side and columns of a matmul, or of the scores of fused attention."""
     batch: int = 1
     """Number of matmuls in a batched one; for attention, heads of all sequences."""
-    element_bytes: int = 0
-    """Bytes of an element of a matmul's factors."""
+    element_bytes: int | None = None
+    """Size of an element of a matmul's factors; None for what is no matmul."""
     launches: int = 1
     """Number of kernels, one after the other."""
     calls: int = 1

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
-from .curves import PASS_SPREAD, Curves, interpolated
+from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
 from .shards import plain
@@ -244,11 +244,10 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
     phases = operations(config)
     likely = _replayed(phases, config, curves)
     spread = kernel_spread(chain.from_iterable(phases.values()), config.precision, curves)
-    calls = curves.launch_spread
     return replace(
         likely,
-        low_s=_replayed(phases, config, curves, 1 / spread.factor, 1 / calls).step_s,
-        high_s=_replayed(phases, config, curves, spread.factor, calls).step_s,
+        low_s=_replayed(phases, config, curves, 1 / spread.factor, 1 / FASTER_LAUNCHES).step_s,
+        high_s=_replayed(phases, config, curves, spread.factor, SLOWER_LAUNCHES).step_s,
         extrapolated_share=spread.extrapolated_share,
     )
 

@@ -43,6 +43,11 @@ SILENT = frozenset(
 )
 """Operations beside views that launch no kernel."""
 
+UNREDUCED = frozenset(["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"])
+"""Losses whose mean or sum keeps the memory of the losses of all elements, in which it stands
+(aten/src/ATen/native/BinaryOps.cpp and Loss.cpp, cuda/Loss.cu).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
@@ -115,8 +120,12 @@ class StepTrace:
         """The values in storages that `arange` has filled, and of sums with these, by their
         address.
         """
-        self._threads: set[str] = set()
-        """Threads that have cuBLAS's workspace."""
+        self.is_engine_calling = False
+        """Whether autograd itself has called the operator that is dispatched, and no other code."""
+        self._last_sum: tuple[int, int] | None = None
+        """Addresses of the storages of a gradient and of its sum with another one."""
+        self._workspaces: set[tuple[str, str]] = set()
+        """Threads that have a library's workspace, with its label."""
         self.unknown_kernels: set[str] = set()
         """Kernels in Triton of which only the tensors are known."""
         self.main_stream = self.stream = CudaStream()
@@ -225,8 +234,33 @@ class StepTrace:
 
     def _forget(self, key: int) -> None:
         self._positions.pop(key, None)
-        self._drop(key)
+        if not self._hands_over(key):
+            self._drop(key)
         del self._handles[key], self._watches[key]
+
+    def _note_sum(self, gradient: Tensor, total: Tensor) -> None:
+        """Remember a sum of gradients. On CUDA autograd adds in place, if nothing else needs the
+        first one (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
+        """
+        sides = zip(gradient.shape, gradient.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in sides)
+        is_alike = gradient.dtype is total.dtype and extent == gradient.numel() == total.numel()
+        if is_alike and not gradient._is_view():  # a view shares its memory with what it is of
+            storages = gradient.untyped_storage(), total.untyped_storage()
+            self._last_sum = address_of(storages[0]), address_of(storages[1])
+
+    def _hands_over(self, key: int) -> bool:
+        """Let the last sum have the memory of this storage, if that is the first gradient's and is
+        freed at once.
+        """
+        gradient, total = self._last_sum or (None, 0)
+        self._last_sum = None
+        if key != gradient or self.events[-1] != self._handles.get(total):
+            return False
+        self.events.pop()
+        self.made.pop()
+        self._handles[total] = self._handles[key]
+        return True
 
     def _drop(self, key: int) -> None:
         if (handle := self._handles[key]) is not None:
@@ -269,7 +303,14 @@ class StepTrace:
 
     def workspace(self, label: str, shape: str, element_bytes: int) -> None:
         """A tensor that exists only within a kernel."""
-        self.events.append(~self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
+        self.workspaces([(label, shape, element_bytes)])
+
+    def workspaces(self, parts: Iterable[tuple[str, str, int]]) -> None:
+        """Tensors that exist together within a kernel: label, shape and bytes per element."""
+        handles = []
+        for label, shape, element_bytes in parts:
+            handles.append(self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
+        self.events += [~handle for handle in handles]
 
     def _shape_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
         of_elements = self.names.product(num_bytes // element_bytes)
@@ -316,11 +357,16 @@ class StepTrace:
             padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
             self.tensor(outs[1].untyped_storage(), label, 4, padded)
             outs = outs[:2]  # seeds are on the host
+        elif name in UNREDUCED and outs[0].dim() == 0:
+            elements = self.names.product(max(tensor.numel() for tensor in ins))
+            self.tensor(outs[0].untyped_storage(), label, outs[0].element_size(), elements)
         self._follow_positions(name, args, outs)
         handles = [
             self.tensor(out.untyped_storage(), label, out.element_size(), self._sizes_of(out))
             for out in outs
         ]
+        if name == "add" and self.is_engine_calling and not torch.is_grad_enabled():
+            self._note_sum(args[0], outs[0])
         makes_nothing = all(handle is None or handle < known for handle in handles)
         is_view = makes_nothing and len(outs) > 0 and not name.endswith("_")
         if is_view or name in SILENT:
@@ -432,7 +478,7 @@ class StepTrace:
         self.launch(
             make, form, *map(self.names.product, sides), element_bytes, self.names.product(batch)
         )
-        self.claim_workspace()
+        self.claim_workspace("cuBLAS workspace", CUBLAS_WORKSPACE_BYTES)
 
     def attention(self, form: Form, batch: int, sides: Sequence[int], element_bytes: int) -> None:
         """Launch fused attention of so many heads in all, with the sides of its scores."""
@@ -447,14 +493,12 @@ class StepTrace:
             moved,
         )
 
-    def claim_workspace(self) -> None:
-        """Make cuBLAS's workspace at the first matmul of a thread; it is never freed."""
+    def claim_workspace(self, label: str, size_bytes: int) -> None:
+        """Make a library's workspace at its first use by a thread; it is never freed."""
         thread = "backward" if self.phase is Phase.BACKWARD else "forward"
-        if thread not in self._threads:
-            self._threads.add(thread)
-            self.add(
-                Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES)
-            )
+        if (thread, label) not in self._workspaces:
+            self._workspaces.add((thread, label))
+            self.add(Category.LIBRARY_WORKSPACE, label, 0, 1, str(size_bytes))
 
 
 def _count_axes(shape: str) -> int:

@@ -30,6 +30,7 @@ from .internals import (
     TensorBase,
     address_of,
     determinism_checks,
+    run_backward,
     tensor_module,
     without_modes,
 )
@@ -133,6 +134,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        self._trace.is_engine_calling = sys._getframe(1).f_code is run_backward.__code__
         with without_modes(), without_autocast():  # tensors are meta here
             return self._run(function, types, args, kwargs)
 

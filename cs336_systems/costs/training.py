@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ..config import RunConfig
 from .curves import Curves
@@ -47,9 +48,9 @@ class Training:
         return self.sequences * self.config.model.context_length
 
     @property
-    def steps(self) -> float:
-        """Steps of the training."""
-        return 1.0 if self.tokens is None else self.tokens / self.step_tokens
+    def steps(self) -> int:
+        """Steps of the training; its last one is whole, too."""
+        return 1 if self.tokens is None else ceil(self.tokens / self.step_tokens)
 
     def used_bytes(self, cost: LayoutCost) -> int:
         """Memory that the fullest rank takes of its GPU, with the CUDA context and NCCL."""

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +17,7 @@ import pynvml
 import torch
 from torch import nn
 
+from .. import waits
 from ..analysis.statistics import steady_interval
 from ..analysis.warnings import throttled
 from ..config import Device, Mode, Phase, Profiler, RunConfig
@@ -35,12 +36,14 @@ from ..record import (
     Status,
     Telemetry,
     Traffic,
+    Wait,
     WarningCode,
     time_now,
 )
 from ..subject import Subject, WatchedLoop
 from ..text import LONGEST_PART, shortened
 from .clock import Clock, ObservedClock, StepTimes, make_clock
+from .compilers import compilers_told
 from .environment import environment, lacking_memory
 from .failure import classify, describe
 from .gpm import ActivityMonitor
@@ -94,10 +97,6 @@ class Progress:
     until_stable: bool = False
     """Whether to add steps until the interval of their mean is within STABLE, or
     MAX_STABLE_STEPS.
-    """
-    say: Callable[[str], None] = lambda _: None
-    """Called with what is done next, in a few words, before each part of the work and never
-    while a step is timed.
     """
     watch: Watch | None = None
 
@@ -165,6 +164,9 @@ class Progress:
                 warmup_s=sum(times.step_s for times in self.warmup),
                 measured_s=sum(times.step_s for times in self.measured),
                 total_s=perf_counter() - self.started,
+                waits=tuple(
+                    Wait(what=what, seconds=seconds) for what, seconds in waits.taken().items()
+                ),
             ),
             warnings=tuple(self.warnings),
         )
@@ -191,7 +193,6 @@ def measure(
     config: RunConfig,
     model: nn.Module | None = None,
     profile: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
     rank: Rank | None = None,
     until_stable: bool = False,
 ) -> RunRecord:
@@ -200,7 +201,7 @@ def measure(
     A failed run has a record too: out of memory, a CUDA error and an exception in the model's code
     are not raised. The times are not judged yet (`judged`). `model` (on the right device) replaces
     the one that the configuration names. `profile` is the file that the run's profiler writes;
-    nsys, which runs outside this process, does not need it. `say` receives progress messages.
+    nsys, which runs outside this process, does not need it.
 
     Of a run on several ranks, this process is `rank`, and the record is this rank's. With
     `until_stable` steps are added until their mean is known to 1 %, and the record's configuration
@@ -208,7 +209,7 @@ def measure(
     """
     # before the user's module is imported: its source may be edited at any time
     inputs = inputs_of(config)
-    progress = Progress(subject=config, profile=profile, say=say, until_stable=until_stable)
+    progress = Progress(subject=config, profile=profile, until_stable=until_stable)
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
             try:
@@ -244,8 +245,11 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
         _forget_earlier_runs()
-    progress.say("making the model")
-    step = TrainingStep(config, model, rank)
+    if config.device is Device.CUDA:
+        with waits.waiting_for("starting CUDA"):
+            torch.cuda.synchronize()
+    with compilers_told(config), waits.waiting_for("making the model"):
+        step = TrainingStep(config, model, rank)
     compiled_before = step.compilation()
     # after a user's own module, which may have set another, has been imported
     apply_math_mode(config.precision)
@@ -259,9 +263,13 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
     progress.setup_s = perf_counter() - progress.started
 
-    progress.say(f"warm-up steps: {config.warmup_steps}")
     with watch.whole_run():
-        with _collector_off(), annotate(Range.WARMUP):
+        with (
+            _collector_off(),
+            annotate(Range.WARMUP),
+            waits.waiting_for("warm-up steps", str(config.warmup_steps)),
+            compilers_told(config),
+        ):
             _warm_up(step, clock, progress, monitor)
         one_step = functools.partial(
             _warm_up_once, step, clock, progress, "the first step under the profiler"
@@ -380,7 +388,7 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
     """
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
-    progress.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
+    waits.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
     gc.collect()
     progress.state_before = monitor.state() if monitor else None
 

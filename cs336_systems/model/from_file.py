@@ -4,6 +4,7 @@ Weights are random. Nothing is downloaded, and no code that lies beside the file
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 
 from ..config import Attention
 from ..model_file import path_of_model, read_model_file
+from ..text import print_aside
 
 IMPLEMENTATIONS = {Attention.NAIVE: "eager", Attention.SDPA: None}
 """transformers' names of the ways to compute attention; None lets it choose sdpa wherever the model
-has that, which Gemma 2 has not.
+has that, and else it computes eagerly.
 """
 
 
@@ -54,9 +56,20 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
             attn_implementation=IMPLEMENTATIONS[attention],
             trust_remote_code=False,
         )
+        if attention is Attention.SDPA and config._attn_implementation != "sdpa":
+            _say_it_is_eager(name, config.model_type)
         return model
 
     return make
+
+
+@cache
+def _say_it_is_eager(name: str, model_type: str) -> None:
+    """Tell the user, once in a process, that a model has no fused attention."""
+    print_aside(
+        f"--model {name}: transformers has no fused attention for {model_type}, so attention is "
+        "that of --attention naive"
+    )
 
 
 def _configuration(name: str) -> Any:  # noqa: ANN401 (a class of transformers)

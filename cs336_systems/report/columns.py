@@ -261,7 +261,7 @@ COLUMNS = (
             "context and EP expert ranks.",
         ),
         "micro_batch": count_column("batch", "Sequences of one forward pass of a rank."),
-        "accumulate": count_column("times", "Micro-batches of a step, one after the other."),
+        "accumulate": count_column("accumulated", "Micro-batches of a step, one after the other."),
         "checkpoint": Column(
             "checkpoints", "", "1: each block keeps its input only.", 3, write=str
         ),
@@ -272,9 +272,9 @@ COLUMNS = (
         # what ranks compute and send, on paper
         "part": text_column("part", "What is computed."),
         "pass": text_column("pass", "Forward or backward."),
-        "sent": text_column("sent", "Bytes that a rank sends, as an expression."),
+        "sent": text_column("bytes sent", "Bytes that a rank sends, as an expression."),
         "sent_ms": rounded_ms("sent", "Time in which it sends them."),
-        "flops_expression": text_column("FLOPs", "Those of a rank in this pass.", 4),
+        "flops_expression": text_column("FLOPs of a rank", "Those of a rank in this pass.", 4),
         "flops": Column("FLOPs", "", "Those of a rank in this pass.", 3, write=scientific),
         "computed_ms": rounded_ms("computing", "Time of the matmuls of the pass."),
         "overlapped_ms": rounded_ms("overlapped", "The longer of computing and sending.", 1),

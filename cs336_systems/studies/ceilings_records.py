@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain, product
-from math import ceil
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -18,7 +17,7 @@ import msgspec
 from ..analysis.warnings import LOOPS, timing_warnings
 from ..config import SIZES, Attention, Device, Precision, RunConfig
 from ..costs.communication import TIMED, Collective
-from ..costs.curves import LAUNCH_SPREAD, Curves
+from ..costs.curves import Curves
 from ..costs.hardware import find_device
 from ..costs.kernels import FACTOR_BYTES, Matmul, ProductPrecision
 from ..costs.memory import is_fast_step
@@ -187,9 +186,6 @@ class LaunchKind(StrEnum):
     """The kernel of EAGER, many times in one CUDA graph."""
     QUEUED = "queued"
     """A copy of QUEUED_BYTES, which takes so long that the host launches the next one in time."""
-
-
-CALLS_OF_STEPS = LaunchKind.STEP, LaunchKind.MIXED_STEP, LaunchKind.INFERENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -662,7 +658,6 @@ class CeilingsStudy:
             launch_s=launch_s,
             mixed_launch_s=self.launch_s(LaunchKind.MIXED_STEP),
             inference_launch_s=self.launch_s(LaunchKind.INFERENCE),
-            launch_spread=self.launch_spread,
             kernel_s=kernel_s,
             multiprocessors=1 if device is None else device.multiprocessors,
             queued_gap_s=0.0 if on_host else gap_s,
@@ -694,20 +689,6 @@ class CeilingsStudy:
         neither was.
         """
         return self.launch_s(LaunchKind.STEP) or self.launch_s(LaunchKind.EAGER)
-
-    @property
-    def launch_spread(self) -> float:
-        """Factor within which nine of ten measured steps' calls are from the median, but at least
-        LAUNCH_SPREAD, because processes differ more than the steps of one.
-        """
-        spreads = [LAUNCH_SPREAD]
-        for cell in self.launches:
-            loops = cell.timing.loops
-            if cell.launch in CALLS_OF_STEPS and loops is not None:
-                middle = median(loops.times_s)
-                factors = sorted(max(time_s / middle, middle / time_s) for time_s in loops.times_s)
-                spreads.append(factors[ceil(0.9 * len(factors)) - 1])
-        return max(spreads)
 
     def launch_s(self, launch: LaunchKind) -> float | None:
         """Time of one launch, or None if it was not measured."""

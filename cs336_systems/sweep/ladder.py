@@ -113,11 +113,11 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
 
     What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`;
     `fused-loss` needs `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`;
-    `activations` and `packed` need `fused-blocks`. A CPU has no fused AdamW that also writes
-    copies, and no tensor cores that need a padded vocabulary. A user's own model is not changed
-    inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the
-    device, PyTorch chooses the kernel of fused attention. fp8 is for large models whose sizes fit
-    it, on devices known to have it.
+    `activations`, `packed` and `stream` need `fused-blocks`. A CPU has no fused AdamW that also
+    writes copies, and no tensor cores that need a padded vocabulary. A user's own model is not
+    changed inside, and it may wait for the device, which a CUDA graph cannot record. If no rule
+    knows the device, PyTorch chooses the kernel of fused attention. fp8 is for large models whose
+    sizes fit it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -200,6 +200,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
             on_gpu and ours and is_large and has_fp8,
             {"fp8": True, "fused_activations": False},
         ),
+        _Change("stream", "residual stream in bf16", copies, {"bf16_stream": True}),
         _Change("moments", "AdamW's moments in bf16", copies, {"bf16_moments": True}),
     )
 

@@ -38,8 +38,6 @@ LIMIT_S = 30.0
 """Longest time that all traces of one loop may take."""
 STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
-OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
-"""Modules whose operators are cuDNN's."""
 IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
@@ -103,9 +101,11 @@ class Fitting:
 def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
     """The largest batches whose steps fit into what PyTorch's allocator may have.
 
-    cuDNN chooses its workspaces itself. So where a model has its operators, the bytes that were not
-    reached at the failure are left free, and the allocator is to give nothing back to the driver:
-    where it has to, the exact order of all tensors decides what fits.
+    The operators of recurrent networks are cuDNN's, and keep what it chooses. So where a model has
+    them, the bytes that were not reached at the failure are left free, and the allocator is to give
+    nothing back to the driver: where it has to, the exact order of all tensors decides what fits.
+    Workspaces of convolutions count as none: PyTorch tries another algorithm where one finds no
+    memory for its workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp).
     """
     end_s = monotonic() + LIMIT_S
     fits: list[Fit] = []
@@ -118,11 +118,13 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         model = loop.call.model()
-        is_exact = model is None or not any(isinstance(part, OF_CUDNN) for part in model.modules())
+        is_exact = model is None or not any(
+            isinstance(part, nn.RNNBase) for part in model.modules()
+        )
         if not is_exact:
             room_bytes -= unreached_bytes
             assumptions[
-                "workspaces of cuDNN were not seen, and take no more than was not reached"
+                "what cuDNN keeps of recurrent layers was not seen, and takes no more than was not reached"
             ] = None
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
@@ -282,12 +284,13 @@ def loss_of_loop(
     if function is None:
         return loss_of(result), ["the loss outside of the model was not seen, and takes nothing"]
     scores = tensors[0]
-    target = torch.empty_like(scores, requires_grad=False)
     if function in OF_CLASSES:
         if scores.ndim < IMAGE_AXES:
             scores = scores.flatten(0, -2)
         shape = [*scores.shape[:1], *scores.shape[2:]]
         target = scores.new_empty(shape, dtype=torch.int64)
+    else:
+        target = torch.empty_like(scores, requires_grad=False)
     loss = getattr(F, function)(scores, target)
     return loss, [f"the loss outside of the model is {function}, which its code names"]
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -23,6 +24,10 @@ NOT_THEIRS = sys.stdlib_module_names | {"torch", __name__.partition(".")[0]}
 """Packages whose names are left alone: they keep no tensors of a model."""
 MOST_ENTRIES = 1000
 """Most entries of a dictionary or a list that may be a cache of tensors."""
+ONE_AT_A_TIME = threading.RLock()
+"""Held while PyTorch is patched: of two traces in two threads, the one that ends last would put
+back what the other one had patched, and leave all compiled code without its compiler.
+"""
 NOTHING = object()
 """Stands for the value of a name that there was not."""
 
@@ -36,13 +41,20 @@ def kept_state(models: Iterable[nn.Module]) -> Iterator[None]:
     alone, and tensors without data that came into variables, dictionaries and lists of modules and
     classes are taken out: the loop itself would get them later.
     """
+    with ONE_AT_A_TIME, _kept_randomness(), _kept_names(models):
+        yield
+
+
+@contextmanager
+def _kept_names(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back the attributes of the models' classes, and take out tensors without data."""
     modules = _their_modules()
     kinds = {kind for model in models for part in model.modules() for kind in type(part).__mro__}
     of_models = [kind for kind in kinds if _is_theirs(kind.__module__)]
     owners = dict.fromkeys([*modules, *_classes_in(modules), *of_models])
     states = list(map(_State, owners))
     attributes = {kind: dict(vars(kind)) for kind in of_models}
-    with _kept_randomness(), _other_caches(owners):
+    with _other_caches(owners):
         try:
             yield
         finally:

@@ -14,10 +14,10 @@ from itertools import islice
 from time import monotonic
 from typing import TextIO
 
-from ..config import Phase
 from ..text import inert_line
 from .marks import WatchedStep
 from .observer import Observer
+from .ranks import Ranks
 from .slow_steps import FEWEST, Usual, is_slow, usual_of
 
 LOG_EVERY = 100
@@ -26,7 +26,6 @@ REDRAWN_S = 0.2
 """Least time between two drawings of a terminal's line."""
 MORE_STEPS = 1.25
 """Factor of the steps that are known from which what is usual of them is computed again."""
-BETWEEN = "between steps"
 ERASE = "\r\x1b[2K"
 
 
@@ -43,15 +42,12 @@ class Sums:
 
     def add(self, step: WatchedStep) -> None:
         """Count a step."""
-        between_s = step.between_s or 0.0
         self.steps += 1
         self.step_s += step.times.step_s
-        self.loop_s += step.times.step_s + between_s
+        self.loop_s += step.interval_s
         self.tokens += step.tokens.count or 0
-        for phase, seconds in step.times.phases_s.items():
-            self.parts_s[phase] += seconds
-        self.parts_s[Phase.DATA] += step.between_data_s
-        self.parts_s[BETWEEN] += between_s - step.between_data_s
+        for part, seconds in step.parts_s().items():
+            self.parts_s[part] += seconds
 
     def numbers(self) -> dict[str, float]:
         """Means by name: milliseconds of a step and of its parts, and tokens per second; those that
@@ -80,7 +76,7 @@ class Live(Observer):
     in a pipe or a notebook, and beside a progress bar of tqdm's, whose line it is. With `every`
     there is a line every so many steps, wherever standard error goes, and with 0 none. `steps` are
     the measured steps, the last ones of a long loop. `mfu` gives the share of the peak at a number
-    of tokens per second, `is_first` whether this rank shows it.
+    of tokens per second; the first of the `ranks` shows it.
     """
 
     def __init__(
@@ -89,12 +85,12 @@ class Live(Observer):
         steps: deque[WatchedStep],
         every: int | None,
         mfu: Callable[[Sums], float | None],
-        is_first: Callable[[], bool],
+        ranks: Ranks,
     ) -> None:
         if every is not None and every < 0:
             raise ValueError(f"watch: every must be at least 0 (no lines), got {every}")
         self._name, self._measured = name, steps
-        self._every, self._mfu, self._is_first = every, mfu, is_first
+        self._every, self._mfu, self._ranks = every, mfu, ranks
         self._steps = self._shown = self._taken = self._judged = 0
         """All measured steps, and of these those before the last line, before the last `take`, and
         those of which it is known whether they are slow.
@@ -166,14 +162,14 @@ class Live(Observer):
             return
         if self._every is None and _is_terminal(stream):
             now_s = monotonic()
-            if now_s - self._drawn_s < REDRAWN_S or _has_progress_bar() or not self._is_first():
+            if now_s - self._drawn_s < REDRAWN_S or _has_progress_bar() or not self._ranks.is_first:
                 return
             self._drawn_s, self._is_drawn = now_s, True
             width = shutil.get_terminal_size().columns - 1
             stream.write(f"{ERASE}{inert_line(self.line(self._steps))[:width]} ")
         else:
             every = _lines_in(stream) if self._every is None else self._every
-            if not every or not self._is_first():
+            if not every or not self._ranks.is_first:
                 return
             for to in range(before + every - before % every, self._steps + 1, every):
                 stream.write(f"{inert_line(self.line(to))}\n")

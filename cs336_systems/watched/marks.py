@@ -1,8 +1,10 @@
 """Moments at which the phase of a watched loop changes, and the times between them."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import sub
 from threading import get_ident
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -20,6 +22,7 @@ OPAQUE = frozenset({BACKWARD, DATA})
 """Phases in which nothing else is seen: backward recomputes what a checkpoint dropped, and a data
 set may call a model.
 """
+BETWEEN = "between steps"
 MAX_WAITS = 64
 """Waits for data between two steps, as a validation has many, that are kept before they are summed
 up.
@@ -68,6 +71,10 @@ class LoopStep:
     has_closure: bool = False
     """Whether a phase began within the optimizer's."""
 
+    def is_passed(self) -> bool:
+        """Whether the device has done the step."""
+        return not self.events or self.mark(-1).is_passed()
+
     def mark(self, index: int) -> Mark:
         """The moment at which a phase began."""
         return Mark(self.host_ns[index], self.events[index] if self.events else None)
@@ -86,6 +93,26 @@ class WatchedStep:
     """How much of `between_s` waited for data."""
     tokens: Tokens
     """What went through the model in forward passes."""
+
+    @property
+    def interval_s(self) -> float:
+        """From the end of the step before to the end of this one."""
+        return self.times.step_s + (self.between_s or 0.0)
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the optimizer ran."""
+        return OPTIMIZER in self.times.phases_s
+
+    def parts_s(self) -> dict[str, float]:
+        """The parts of the interval: the phases, all that waits for data, and what else lies
+        between the steps.
+        """
+        parts_s: dict[str, float] = {DATA: self.between_data_s}
+        for phase, seconds in self.times.phases_s.items():
+            parts_s[phase] = parts_s.get(phase, 0.0) + seconds
+        parts_s[BETWEEN] = (self.between_s or 0.0) - self.between_data_s
+        return parts_s
 
 
 class Timeline:
@@ -157,10 +184,10 @@ class Timeline:
 
     def enter(self, phase: Phase) -> bool:
         """Begin a phase, and return whether it is seen, so that `leave` must end it."""
-        step = self._step
-        is_inside = bool(self._phases) or not self.in_step
-        if (is_inside or get_ident() != self.thread) and not self._sees_inside(phase):
+        is_usual = not self._phases and self.in_step and get_ident() == self.thread
+        if not is_usual and not self._sees_inside(phase):
             return False
+        step = self._step
         if step is None or not self.in_step:
             return self._begin_wait()
         # in a CUDA graph, an event would be a node, and not tell a time
@@ -320,9 +347,9 @@ def _settle(step: LoopStep) -> None:
 
 def _by_phase(phases: list[Phase], moments_ns: list[int]) -> dict[Phase, float]:
     """The time of each phase, in whole nanoseconds, which sums of floats are not."""
-    times_ns: dict[Phase, int] = {}
-    for phase, (begin_ns, end_ns) in zip(phases, pairwise(moments_ns), strict=False):
-        times_ns[phase] = times_ns.get(phase, 0) + end_ns - begin_ns
+    times_ns = defaultdict[Phase, int](int)
+    for phase, time_ns in zip(phases, map(sub, moments_ns[1:], moments_ns), strict=False):
+        times_ns[phase] += time_ns
     return {phase: time_ns / 1e9 for phase, time_ns in times_ns.items()}
 
 

@@ -40,6 +40,19 @@ class Observer:
         """Called before a record is made and when the watching ends, so possibly several times."""
 
 
+class Observers:
+    """The parts that look at one loop; of each method, those that do something in it."""
+
+    def __init__(self, parts: Sequence[Observer]) -> None:
+        self.parts = parts
+        """In the order in which they are told."""
+        self.phase_begins = overriding(parts, "phase_begins")
+        self.step_begins = overriding(parts, "step_begins")
+        self.step_ended = overriding(parts, "step_ended")
+        self.step_failed = overriding(parts, "step_failed")
+        self.steps_read = overriding(parts, "steps_read")
+
+
 def overriding(observers: Iterable[Observer], method: str) -> list[Callable[..., Any]]:
     """The methods of this name of the observers that do something in it: calls cost time."""
     calls = []

@@ -40,9 +40,9 @@ class Ranks(Observer):
         """Ask at steps 0, 1, 2, 4, 8, ..., until the first rank has named the run."""
         if self._run or number < 0 or number & (number - 1):
             return
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        self._see_group()
+        if self._world_size < 2 or not dist.is_initialized():
             return
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._has_own = all(_waits_in_backward(model()) for model in self._models)
         # a store that has ended with its process is no reason to end the loop
         with contextlib.suppress(RuntimeError, ValueError):
@@ -51,6 +51,19 @@ class Ranks(Observer):
                 store.set(self._key, uuid.uuid4().hex)
             if store.check([self._key]):
                 self._run = store.get(self._key).decode()
+
+    def steps_read(self, *_: object) -> None:
+        """Learn the rank of a process that has joined a group, which may end before the loop."""
+        self._see_group()
+
+    def _see_group(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank, or the only one."""
+        return self._rank == 0
 
     def rank(self, steps: Sequence[WatchedStep]) -> LoopRank | None:
         """This rank of the loop with these measured steps; None for one process."""
@@ -62,9 +75,7 @@ class Ranks(Observer):
         without_waits = list(map(_without_waits, steps))
         return replace(
             rank,
-            own_s=statistics.median(
-                [step.times.step_s + (step.between_s or 0.0) for step in without_waits]
-            ),
+            own_s=statistics.median([step.interval_s for step in without_waits]),
             first_step=self._slow_steps.num_read - len(steps),
             late_steps=self._slow_steps.slow_steps((), without_waits),
         )

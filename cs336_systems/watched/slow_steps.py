@@ -49,7 +49,6 @@ MORE_TOKENS = 1.1
 """Times the usual tokens from which a slow step has more of them."""
 MOST_KEPT = 10_000
 """Most steps whose pauses are kept: the last ones."""
-BETWEEN = "between steps"
 LONGEST_REASON = 120
 """Longest reason of a compilation, in characters."""
 SIZES = re.compile(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)")
@@ -107,7 +106,7 @@ class SlowSteps(Observer):
         if self._gpu is None:
             return
         for number, step in enumerate(steps, first):
-            interval_s = _interval_s(step)
+            interval_s = step.interval_s
             usual_s = self._device.usual_s
             is_long = self._device.is_long(interval_s)
             if number >= 0:
@@ -225,8 +224,8 @@ def usual_of(steps: Sequence[WatchedStep]) -> dict[bool, Usual]:
     alike = defaultdict[bool, list[int]](list)
     intervals_s = []
     for position, step in enumerate(steps):
-        alike[Phase.OPTIMIZER in step.times.phases_s].append(position)
-        intervals_s.append(_interval_s(step))
+        alike[step.has_update].append(position)
+        intervals_s.append(step.interval_s)
     usual = {}
     for kind, positions in alike.items():
         if len(positions) >= FEWEST:
@@ -240,8 +239,8 @@ def usual_of(steps: Sequence[WatchedStep]) -> dict[bool, Usual]:
 
 def is_slow(step: WatchedStep, usual: Mapping[bool, Usual]) -> bool:
     """Whether a step with the time before it takes longer than is usual of its kind."""
-    kind = usual.get(Phase.OPTIMIZER in step.times.phases_s)
-    return kind is not None and _interval_s(step) > kind.limit_s
+    kind = usual.get(step.has_update)
+    return kind is not None and step.interval_s > kind.limit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Medians]:
     slow = {}
     for position, step in enumerate(steps):
         if is_slow(step, usual):
-            kind = Phase.OPTIMIZER in step.times.phases_s
+            kind = step.has_update
             if kind not in medians:
                 alike = [steps[index] for index in usual[kind].positions]
                 medians[kind] = _medians(alike, usual[kind].median_s)
@@ -285,8 +284,10 @@ def _slow_step(
     position: int, step: WatchedStep, usual: Medians, pauses: Sequence[Pause]
 ) -> SlowStep:
     """A slow step with the pauses that explain it; data and tokens are known from its times."""
-    excess_s = _interval_s(step) - usual.interval_s
-    more_s = {part: seconds - usual.parts_s.get(part, 0.0) for part, seconds in _parts(step)}
+    excess_s = step.interval_s - usual.interval_s
+    more_s = step.parts_s()
+    for part in more_s:
+        more_s[part] -= usual.parts_s.get(part, 0.0)
     waited = Pause(cause=Cause.DATA, seconds=max(0.0, more_s[Phase.DATA]))
     pauses = [*pauses, waited]
     if usual.tokens and (step.tokens.count or 0) > MORE_TOKENS * usual.tokens:
@@ -303,7 +304,7 @@ def _slow_step(
 def _medians(steps: Sequence[WatchedStep], interval_s: float) -> Medians:
     parts_s = defaultdict[str, list[float]](list)
     for step in steps:
-        for part, seconds in _parts(step):
+        for part, seconds in step.parts_s().items():
             parts_s[part].append(seconds)
     medians_s = {}
     for part, times_s in parts_s.items():
@@ -312,20 +313,6 @@ def _medians(steps: Sequence[WatchedStep], interval_s: float) -> Medians:
     return Medians(
         interval_s, medians_s, statistics.median([step.tokens.count or 0 for step in steps])
     )
-
-
-def _parts(step: WatchedStep) -> list[tuple[str, float]]:
-    """The parts of an interval: the phases, all that waits for data, and what else lies between
-    the steps.
-    """
-    phases_s = dict(step.times.phases_s)
-    data_s = phases_s.pop(Phase.DATA, 0.0) + step.between_data_s
-    between_s = (step.between_s or 0.0) - step.between_data_s
-    return [*phases_s.items(), (Phase.DATA, data_s), (BETWEEN, between_s)]
-
-
-def _interval_s(step: WatchedStep) -> float:
-    return step.times.step_s + (step.between_s or 0.0)
 
 
 def _compiled_for(shapes: Iterable[tuple[int, ...] | None], reasons: Iterable[str]) -> list[str]:

@@ -346,3 +346,23 @@ def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(
     assert "by its data sheet and the efficiencies of an H200" in " ".join(said.split())
     assert account("--size", "tiny", "--device-name", "B200") == 0
     assert step_of(capsys.readouterr().out)[0] is None, "its fp32 is in no data sheet"
+
+
+@pytest.mark.parametrize(
+    ("words", "has_time"),
+    [
+        (["--device-name", "H200"], True),
+        (["--device-name", "B200", "--precision", "fp32"], False),
+        (["--device-name", "H100", "--parallel", "fsdp", "--ranks", "8"], False),
+        (["--device-name", "H100", "--precision", "fp16"], False),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_a_named_device_has_a_time_or_the_reason_why_not(
+    words: list[str], has_time: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No fp32 rate of a B200 is known, nor collectives of 8 H100; fp16 waits for its scaler."""
+    assert main(["account", "--size", "tiny", *words]) == 0
+    said = capsys.readouterr().out
+    assert ("A step takes" in said) is has_time
+    assert ("not foretold: " in said) is not has_time

@@ -4,12 +4,14 @@ not known is refused.
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cs336.cli import main
 from cs336.commands import account
+from cs336.commands.plan import PlanArguments
 from cs336.config import SIZES
 from cs336.costs.accounting import count_parameters
 from cs336.files import encode_json
@@ -145,6 +147,62 @@ def test_the_budget_and_the_batch_are_kept(tmp_path: Path) -> None:
     assert ranks * int(row["micro_batch"]) * int(row["accumulate"]) == 128
 
 
+def factors_of_two(number: int) -> int:
+    return (number & -number).bit_length()
+
+
+@pytest.mark.parametrize("gpus", [1, 7, 8, 12, 100, 1000])
+@pytest.mark.parametrize("context_length", [1000, 4096])
+@pytest.mark.parametrize("tokens", [None, "4M", "1.3M"])
+def test_a_batch_in_tokens_is_one_that_gpus_can_divide(
+    gpus: int, context_length: int, tokens: str | None
+) -> None:
+    """By trying all multiples: within 5 % none has more factors of 2."""
+    wanted = 2**22 if tokens is None else 1e6 * float(tokens[:-1])
+    wanted /= context_length
+    asked = PlanArguments(gpus=f"{gpus}xH100", tokens=1e12, global_batch=tokens)
+    given = asked.sequences(context_length)
+    multiple = gpus if wanted >= gpus else 1
+    near = [
+        shares
+        for shares in range(1, 2 * round(wanted / multiple) + 2)
+        if abs(shares * multiple - wanted) <= 0.05 * wanted
+    ]
+    shares = given // multiple
+    assert given % multiple == 0
+    if near:
+        assert shares in near
+        assert factors_of_two(shares) == max(map(factors_of_two, near))
+    else:
+        assert abs(given - wanted) <= multiple / 2
+    in_sequences = replace(asked, global_batch=str(122 * gpus))
+    assert in_sequences.sequences(context_length) == 122 * gpus
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (2**22, 1), (2**22 + 1, 2), (3 * 2**22, 3)])
+def test_the_last_step_is_whole(
+    tokens: int, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--size", "small", "--gpus", "8xH100", "--price", "1000", "--tokens", str(tokens)]
+    assert plan(*words, "--output", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(rf"; {steps} steps?;", lines[1])
+    step_s = float(written(tmp_path)[0]["step_ms"]) / 1e3
+    hours, price = re.findall(r"([\d.]+) GPU-hours; ([\d.]+)", lines[2])[0]
+    assert float(hours) == pytest.approx(steps * step_s * 8 / 3600, rel=5e-3)
+    assert float(price) == pytest.approx(1000 * steps * step_s * 8 / 3600, rel=5e-3)
+
+
+def test_help_shows_every_flag_of_the_first_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the example in the same help, and those that refusals tell to give."""
+    with pytest.raises(SystemExit):
+        plan("--help")
+    said = capsys.readouterr().out
+    example = re.findall(r"`cs336 plan ([^`]+)`", " ".join(said.split()))[0]
+    for flag in (*re.findall(r"--[a-z-]+", example), "--days", "--budget-gib", "--global-batch"):
+        assert re.search(rf"^\W*{flag} ", said, re.MULTILINE), flag
+
+
 def test_half_the_gpus_of_the_answer_take_longer_than_the_days(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -160,12 +218,15 @@ def test_half_the_gpus_of_the_answer_take_longer_than_the_days(
     assert times[0] <= 0.2 * 86_400 < times[1]
 
 
-def test_commands_that_run_a_row_are_accepted(tmp_path: Path) -> None:
+def test_commands_that_run_a_row_are_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The row of a single GPU, whose command describes the step that was planned."""
     assert plan("--size", "small", "--gpus", "1xH100", "--output", tmp_path) == 0
+    assert f": {written(tmp_path)[0]['run_by']}" in capsys.readouterr().out.replace("\n", " ")
     words = {row["run_by"] for row in written(tmp_path) if row["accumulate"] == "1"}
-    (command,) = [word for word in words if word.startswith("benchmark.py") and "check" not in word]
-    assert main(["account", *command.split()[1:], "--device-name", "H100"]) == 0
+    (command,) = [word for word in words if word.startswith("cs336") and "check" not in word]
+    assert main(["account", *command.split()[2:], "--device-name", "H100"]) == 0
 
 
 def test_the_derivation_has_a_row_for_each_collective(tmp_path: Path) -> None:
@@ -184,6 +245,8 @@ def test_the_derivation_has_a_row_for_each_collective(tmp_path: Path) -> None:
         ([], "needed the name of the GPU"),
         (["--gpus", "many"], "--gpus must be a number"),
         (["--gpus", "0xH100"], "--gpus must be a number"),
+        (["--gpus", f"{10**9}xH100"], "1,048,576"),
+        (["--gpus", "8xTPU"], "GPU 'TPU' is not known"),
         (["--gpus", "2x4090"], "--node-gb-per-s"),
         (["--gpus", "8xB200", "--precision", "fp32"], "nothing is known of B200 at fp32"),
         (["--gpus", "16xMI300X"], "--network-gb-per-s"),

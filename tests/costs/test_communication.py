@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -73,9 +74,9 @@ def counted(config: RunConfig) -> Counter[CollectiveCall]:
         for _ in range(4):  # PyTorch's DDP has its last buckets from the third step on
             buckets.clear()
             with TrafficCounter() as counter:
-                step.backward(step.forward(step.batches()))
-                step.way.finish_gradient_synchronization()
-                step.update()
+                batches = [step.batches() for _ in range(config.accumulate_steps)]
+                for _ in step._phases([*chain.from_iterable(batches)]):
+                    pass
             step.model.zero_grad()
     averaged = Counter(CollectiveCall(Collective.ALL_REDUCE, num_bytes) for num_bytes in buckets)
     for name, payloads in counter._payloads.items():
@@ -86,15 +87,20 @@ def counted(config: RunConfig) -> Counter[CollectiveCall]:
     return averaged
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize(
+    ("precision", "micro_batches"), [(Precision.FP32, 1), (Precision.BF16, 1), (Precision.FP32, 3)]
+)
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_collectives_are_those_of_a_real_step(way, arch, precision) -> None:
+def test_the_collectives_are_those_of_a_real_step(way, arch, precision, micro_batches) -> None:
     """A push goes to both of the other ranks, and is counted once for each."""
+    if micro_batches > 1 and not way.adds_micro_batches:
+        pytest.skip("exchanges in every backward pass")
     config = shared(
         way,
         arch,
         precision=precision,
+        accumulate_steps=micro_batches,
         shard_optimizer=not way.shards_parameters,
         bucket_mib=1,
         device=Device.CPU,

@@ -2,14 +2,21 @@
 too.
 """
 
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 
 from cs336.config import Precision
-from cs336.costs.curves import Curves, interpolated
+from cs336.costs.curves import FASTER_LAUNCHES, SLOWER_LAUNCHES, Curves, interpolated
 from cs336.costs.kernels import Matmul
 from cs336.costs.tape import Form
+from cs336.studies.ceilings_files import load_ceilings
+from cs336.studies.ceilings_records import LaunchKind
+
+CEILINGS = Path(__file__).parents[2] / "data" / "published" / "ceilings"
 
 SMALL = Matmul(rows=64, inner=64, columns=64, time_s=1e-6)
 WIDE = Matmul(rows=128, inner=64, columns=1024, time_s=3e-6)
@@ -52,3 +59,16 @@ def test_a_pass_takes_no_less_than_a_smaller_one_that_was_measured() -> None:
     assert interpolated(noisy, 20) == interpolated(noisy, 15) == 2.0
     assert interpolated(noisy, 30) > 2.0
     assert interpolated(noisy, 40) == 4.0
+
+
+def test_launches_of_published_hosts_lie_between_the_ends_of_the_interval() -> None:
+    launches_s = defaultdict(list)
+    for study in load_ceilings(CEILINGS).studies:
+        launch_s = study.launch_s(LaunchKind.EAGER)
+        assert launch_s is not None
+        launches_s[study.device_name].append(launch_s)
+    slower = [time_s / median(times_s) for times_s in launches_s.values() for time_s in times_s]
+    assert len(slower) == 8
+    # the ends, rounded to two digits
+    assert 1 / min(slower) == pytest.approx(FASTER_LAUNCHES, rel=0.01)
+    assert max(slower) == pytest.approx(SLOWER_LAUNCHES, rel=0.01)

@@ -2,18 +2,21 @@
 
 `python -m tests.gpu.drawn_steps draw SEED COUNT > FILE` draws them, which needs no GPU, and
 `measure FILE DIRECTORY` measures them on this machine. The file is committed before, and none of
-its steps is left out. `score ZIP CEILINGS > CSV` sets forecasts beside records of a zip file: by
-the ceilings that come with the program, and by those in CEILINGS alone.
+its steps is left out. `pack DIRECTORY ZIP` keeps the records in a zip file, with the ceilings that
+`cs336 ceilings --output DIRECTORY` measured in the same session. `score ZIP... > CSV` sets
+forecasts beside the records of each zip file: by the ceilings that come with the program, and by
+those of the session alone.
 """
 
 import math
 import random
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -22,7 +25,7 @@ from cs336.config import SIZES, Attention, Device, Mode, OptimizerKind, Phase, P
 from cs336.costs.accounting import step_flops
 from cs336.costs.memory import predicted_peak_bytes
 from cs336.costs.ranks_time import predicted_time
-from cs336.costs.time import prepare_forecasts
+from cs336.costs.time import limited_by_launches, prepare_forecasts
 from cs336.files import encode_json
 from cs336.record import RunRecord, WarningCode, read_record
 from cs336.report.formats import to_csv
@@ -91,23 +94,27 @@ def steps(seed: int, count: int) -> Iterator[RunConfig]:
             yield config
 
 
-def score(records: Iterable[RunRecord], ceilings: dict[str, Ceilings]) -> Iterator[dict[str, Any]]:
-    """A row for each record: its time, and that foretold by each of the ceilings, in ms; the
-    interval is that in which nine of ten steps are to lie.
+def score(archive: Path) -> Iterator[dict[str, Any]]:
+    """A row for each record of an archive: its time, and that foretold by each of the ceilings, in
+    ms; the interval is that in which nine of ten steps are to lie.
     """
+    records, own = opened(archive)
+    prepare_forecasts([record.config for record in records])
     for record in records:
         step = record.measurement(Phase.STEP)
         assert step is not None
         assert record.device_name is not None
         codes = {warning.code for warning in record.warnings}
         row: dict[str, Any] = {
+            "draw": archive.stem,
             "step": record.config.label,
             "device_name": record.device_name,
             "limit": "launches" if WarningCode.LAUNCH_BOUND in codes else "device",
+            "launched_percent": 100 * launched_share(record),
             "warnings": ";".join(sorted(codes)),
             "step_ms": 1e3 * step.median_s,
         }
-        for name, known in ceilings.items():
+        for name, known in {"shipped": NO_CEILINGS_HERE, "own": own}.items():
             curves = known.curves(record.device_name)
             assert curves is not None
             time = predicted_time(record.config, curves)
@@ -119,24 +126,57 @@ def score(records: Iterable[RunRecord], ceilings: dict[str, Ceilings]) -> Iterat
         yield row
 
 
-def records_of(archive: Path) -> list[RunRecord]:
-    """The records in a zip file."""
-    with zipfile.ZipFile(archive) as opened:
-        return [read_record(Path(name), opened.read(name)) for name in sorted(opened.namelist())]
+def launched_share(record: RunRecord) -> float:
+    """Share of a step in phases at whose end the device had caught up with the host."""
+    phases_s = {
+        measured.phase: measured.times_s
+        for measured in record.measurements
+        if measured.phase is not Phase.STEP
+    }
+    host_phases_s = {measured.phase: measured.times_s for measured in record.host_phases}
+    limited = limited_by_launches(phases_s, host_phases_s)
+    return sum(limited.values()) / sum(map(fmean, phases_s.values()))
+
+
+def opened(archive: Path) -> tuple[list[RunRecord], Ceilings]:
+    """The records in a zip file, and the ceilings of their session."""
+    with zipfile.ZipFile(archive) as files:
+        names = sorted(files.namelist())
+        records = [read_record(Path(name), files.read(name)) for name in names if name != FILE_NAME]
+        study = read_study(Path(FILE_NAME), CeilingsStudy, files.read(FILE_NAME))
+    return records, Ceilings((study,))
+
+
+def pack(directory: Path, archive: Path) -> None:
+    """Write the records of a directory, and the ceilings that were measured into it, to a zip
+    file.
+    """
+    (ceilings,) = directory.rglob(FILE_NAME)
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        files.write(ceilings, FILE_NAME)
+        for path in sorted(directory.rglob("runs/*.json")):
+            files.write(path, path.name)
 
 
 def summary(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:
-    """How far one of the forecasts is off, by what limits the steps."""
-    for limit in ("device", "launches"):
-        chosen = [row for row in rows if row["limit"] == limit and f"{name}_error" in row]
+    """How far one of the forecasts is off, by draw and by what limits the steps."""
+    groups: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if f"{name}_error" in row:
+            groups[f"{row['draw']}, {name}, limited by the {row['limit']}"].append(row)
+            if not row["launched_percent"]:
+                groups[f"{row['draw']}, {name}, by the device in each phase"].append(row)
+    for title, chosen in groups.items():
         errors = sorted(abs(row[f"{name}_error"]) for row in chosen)
         inside = [
             row[f"{name}_low_ms"] <= row["step_ms"] <= row[f"{name}_high_ms"] for row in chosen
         ]
+        widths = [math.sqrt(row[f"{name}_high_ms"] / row[f"{name}_low_ms"]) for row in chosen]
         nine = errors[math.ceil(0.9 * len(errors)) - 1]
         yield (
-            f"{name}, limited by the {limit}: {len(errors)} steps, median {median(errors):.1f} %, "
-            f"nine of ten {nine:.1f} %, largest {errors[-1]:.1f} %, inside {sum(inside)}"
+            f"{title}: {len(errors)} steps, median {median(errors):.1f} %, "
+            f"nine of ten {nine:.1f} %, largest {errors[-1]:.1f} %, inside {sum(inside)}, "
+            f"interval in the median times and by {median(widths):.2f}"
         )
 
 
@@ -145,22 +185,19 @@ def main(verb: str, *words: str) -> None:
     if verb == "draw":
         seed, count = map(int, words)
         sys.stdout.buffer.write(encode_json(list(steps(seed, count))))
-        return
-    if verb == "score":
-        archive, directory = map(Path, words)
-        records = records_of(archive)
-        prepare_forecasts([record.config for record in records])
-        own = Ceilings((read_study(directory / FILE_NAME, CeilingsStudy),))
-        rows = list(score(records, {"shipped": NO_CEILINGS_HERE, "own": own}))
+    elif verb == "pack":
+        pack(*map(Path, words))
+    elif verb == "score":
+        rows = [row for word in words for row in score(Path(word))]
         columns = list(dict.fromkeys(key for row in rows for key in row))
         sys.stdout.write(to_csv(columns, [[row.get(key) for key in columns] for row in rows]))
         sys.stderr.write("\n".join([*summary(rows, "shipped"), *summary(rows, "own"), ""]))
-        return
-    file, directory = map(Path, words)
-    configs = msgspec.json.decode(file.read_bytes(), type=list[RunConfig])
-    outcome = run_sweep(configs, directory, Witness(), timeout_s=60)
-    for record in outcome.records:
-        print(record.config.label, record.status, flush=True)
+    else:
+        file, directory = map(Path, words)
+        configs = msgspec.json.decode(file.read_bytes(), type=list[RunConfig])
+        outcome = run_sweep(configs, directory, Witness(), timeout_s=60)
+        for record in outcome.records:
+            print(record.config.label, record.status, flush=True)
 
 
 if __name__ == "__main__":

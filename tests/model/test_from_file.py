@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336.commands.configure import config_of, make_config
@@ -234,6 +235,28 @@ def test_a_flag_that_the_file_decides_is_refused_and_attention_is_not(tmp_path: 
     assert run_of(name).model == replace(
         SIZES["small"], context_length=run_of(name).model.context_length, attention=Attention.SDPA
     )
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_a_model_that_computes_attention_eagerly_where_fused_was_asked_is_named(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch's fused attention is called, or it is said that it is not."""
+    name = written(drawn(kind, 0), tmp_path)
+    calls = 0
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal calls
+            calls += "scaled_dot_product" in str(function)
+            return function(*args, **(kwargs or {}))
+
+    model = make_model(replace(run_of(name, attention="sdpa"), device=Device.CPU))
+    with Counter():
+        model(torch.zeros(1, LENGTH, dtype=torch.long))
+    said = capsys.readouterr().err
+    assert (calls == 0) is ("no fused attention" in said)
+    assert (calls == 0) is (kind == "Gemma2")
 
 
 def test_what_a_run_depended_on_changes_with_the_file(tmp_path: Path) -> None:

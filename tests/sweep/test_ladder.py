@@ -85,6 +85,7 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         "fused-loss": {"fused_loss": True},
         "fused-blocks": {"fused_blocks": True},
         "split": {"split_masters": True},
+        "stream": {"bf16_stream": True},
         "moments": {"bf16_moments": True},
     }
     assert changed(GPT2, ladder[0].config) == {"optimizer": "foreach"}

@@ -10,7 +10,7 @@ from torch import nn
 
 import cs336.watched
 from cs336 import watch
-from cs336.watched.loop import MOST_PENDING
+from cs336.watched.steps import MOST_PENDING
 
 OURS = str(Path(cs336.watched.__file__).parent)
 AROUND, PER_MARK, PER_HOOK, PER_PASS, PER_READING = 18, 2, 2, 12, 24
@@ -34,7 +34,7 @@ def calls_in(run):
         code = frame.f_code
         if not code.co_filename.startswith(OURS) or code.co_qualname.startswith(BY_TIME):
             return
-        is_reading = code.co_name == "_read"
+        is_reading = code.co_name == "read"
         if event == "return":
             depth[0] -= is_reading
         elif event == "call":

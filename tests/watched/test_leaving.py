@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -163,7 +164,7 @@ def test_a_loop_that_goes_on_after_its_report_is_watched_again(tmp_path, capsys)
 
 def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
     """Python collects garbage anywhere: here, within the wrapping of PyTorch's functions."""
-    from cs336.watched import hooks
+    from cs336.watched import patches
 
     before = torch.autograd._engine_run_backward
     forgotten = [watch(make()[0], output=tmp_path)]
@@ -174,7 +175,7 @@ def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
         return functools.wraps(function)
 
     forgotten[0].remove()
-    monkeypatch.setattr(hooks, "functools", SimpleNamespace(wraps=wraps_late))
+    monkeypatch.setattr(patches, "functools", SimpleNamespace(wraps=wraps_late))
     model, optimizer = make()
     watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
     train(watched, model, optimizer)
@@ -248,8 +249,8 @@ def test_a_fault_of_our_own_in_a_hook_is_said_and_stops_nothing(tmp_path, monkey
     model, optimizer = make()
     watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
     monkeypatch.setattr("cs336.watched.observer.TROUBLES", troubles := [])
-    monkeypatch.setattr("cs336.watched.loop.TROUBLES", troubles)
-    monkeypatch.setattr(type(watched._reader), "begins", lambda *_: 1 / 0)
+    monkeypatch.setattr("cs336.watched.recording.TROUBLES", troubles)
+    monkeypatch.setattr(type(watched._parts.reader), "begins", lambda *_: 1 / 0)
     train(watched, model, optimizer)
     record = watched.record()
     (said,) = [each for each in record.warnings if "ZeroDivisionError" in each.message]
@@ -276,6 +277,50 @@ def test_two_loops_in_two_threads_see_their_own_passes(tmp_path):
     for name, steps in (("a", 20), ("b", 30)):
         assert records[name].seen.tokens == (32,) * steps
         assert all(records[name].measurement(Phase.BACKWARD).times_s)
+
+
+TRACED = threading.Barrier(2)
+"""Where two threads meet if they trace their models at once."""
+
+
+class Meeting(nn.Linear):
+    """Waits within a trace, which shows its weight on a GPU, for the trace of another thread."""
+
+    def forward(self, x):
+        if self.weight.is_cuda:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                TRACED.wait(timeout=0.5)
+            # the one that has begun first ends first
+            if threading.current_thread().name == "second":
+                time.sleep(0.5)
+        return super().forward(x)
+
+
+def test_two_loops_that_are_traced_in_two_threads_leave_the_compiler_as_it_was(tmp_path):
+    import torch._dynamo.eval_frame as compiler
+
+    before = torch.compile, torch.cuda.current_stream, compiler._stance.stance
+    traced = []
+
+    def run(name):
+        model = Meeting(2, 2)
+        watched = watch(model, warmup_steps=0, output=tmp_path, name=name)
+        with watched.step():
+            model(torch.ones(2)).sum().backward()
+        traced.append(watched.record().seen.flops)
+        watched.remove()
+
+    threads = [
+        threading.Thread(target=run, args=(name,), name=name) for name in ("first", "second")
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    assert len(traced) == 2
+    assert None not in traced
+    assert (torch.compile, torch.cuda.current_stream, compiler._stance.stance) == before
 
 
 def test_steps_within_a_generator_count_until_it_is_closed(tmp_path):

@@ -41,7 +41,9 @@ class Shown:
 
     def __init__(self, every=None, is_first=True, mfu=None):
         self.steps = deque(maxlen=10_000)
-        self.live = Live("mine", self.steps, every, lambda _: mfu, lambda: is_first)
+        self.live = Live(
+            "mine", self.steps, every, lambda _: mfu, SimpleNamespace(is_first=is_first)
+        )
         self.take, self.finish = self.live.take, self.live.finish
 
     def read(self, number, *steps):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from cs336 import watch
 from cs336.config import Phase
 from cs336.record import encode_record
-from cs336.watched.loop import MAX_KEPT_STEPS
+from cs336.watched.steps import MAX_KEPT_STEPS
 
 MAX_RECORD_BYTES = 5e6
 
@@ -53,7 +53,7 @@ def kept_bytes():
 
 
 def test_what_is_kept_does_not_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336.watched.loop.MAX_KEPT_STEPS", 100)
+    monkeypatch.setattr("cs336.watched.steps.MAX_KEPT_STEPS", 100)
     loop = Loop(tmp_path)
     loop.run(150)
     tracemalloc.start()

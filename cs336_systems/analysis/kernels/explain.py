@@ -13,8 +13,11 @@ import numpy as np
 import pandas as pd
 
 from ...config import RunConfig
+from ...costs.time import operations
+from ...costs.traces import has_tape, is_at_hand
 from ...ranges import PhaseNames
 from ...text import inert_line
+from ...torch_needed import lacking_torch
 from ..columns import Ints, Mask, groups
 from . import communication, idle, modules, operators, pictured, process_groups, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
@@ -25,6 +28,7 @@ from .device_memory import reserved_peaks
 from .device_time import Busy, DeviceSteps, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
+from .ledger import ledger_times
 from .phase_ranges import check_names
 from .phases import LaunchPhase
 from .places import place_times
@@ -108,10 +112,25 @@ def summarise(
         module_counters=tuple(module_means(trace, in_step, parts)),
         reserved=tuple(reserved_peaks(trace, windows)),
         places=tuple(place_times(in_step, trace)),
+        ledger=_ledger(in_step, trace, config),
     )
     for wrong in step_profile.contradictions(profile):
         raise AttributionError(wrong)
     return profile
+
+
+def _ledger(
+    kernels: pd.DataFrame, trace: Trace, config: RunConfig | None
+) -> tuple[step_profile.LedgerTimes, ...]:
+    """The kernels beside the operations of the step's tape; empty for a trace of a CPU, and for a
+    step without a tape, which only an installed PyTorch can make.
+    """
+    if config is None or trace.is_of_host or not config.needs_fast_model:
+        return ()
+    if not is_at_hand(config) and (lacking_torch() or not has_tape(config)):
+        return ()
+    by_phase = {phase.value: launched for phase, launched in operations(config).items()}
+    return ledger_times(kernels, trace.strings, by_phase)
 
 
 def _between_steps(

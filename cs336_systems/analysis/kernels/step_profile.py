@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from ...costs.communication import Collective, bus_share
+from ...costs.tape import Form
 from ...files import encode_json, write_atomically
 from ...record import MAX_TIME_S, Count
 from ..columns import ProfileError
@@ -190,6 +191,42 @@ class OperatorTimes(Timed):
     """FLOPs of all calls; None where the shape does not say them, and for what is no matmul."""
     bytes: Count | None
     """The least bytes that all calls read and write; None where the shape does not say them."""
+
+
+class Part(StrEnum):
+    """What kernels of the ledger do."""
+
+    MATMUL = "matmul"
+    ATTENTION = "fused attention"
+    BETWEEN = "between matmuls"
+    """Everything that runs between two matmuls or fused attentions, taken together."""
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerTimes(Timed):
+    """Kernels that do the same over the steps, in one phase: equal matmuls, equal attention, or
+    what lies between them.
+    """
+
+    phase: LaunchPhase
+    part: Part
+    names: tuple[str, ...]
+    """Short names of the kernels, in the order in which they run first."""
+    form: Form | None
+    """None between matmuls, and where the tape does not tell which matmul it is."""
+    sides: tuple[Count, Count, Count]
+    """Rows, inner side and columns of the matmul, or of the scores of attention."""
+    batch: Count
+    """Number of matmuls in a batched one; for attention, heads of all sequences."""
+    element_bytes: Count | None
+    """Size of an element of a matmul's factors."""
+    calls: Count
+    """How often these kernels ran, one after the other."""
+    flops: Count | None
+    """FLOPs of all calls; of causal attention those that its mask leaves."""
+    bytes: Count | None
+    """Bytes that all calls read and write, if nothing is read twice; None if it is not known."""
 
 
 class IdleCause(StrEnum):
@@ -536,6 +573,8 @@ class StepProfile:
     reserved: tuple[ReservedPeak, ...] = ()
     places: tuple[PlaceTimes, ...] = ()
     """The longest total first; empty if the file has no stacks."""
+    ledger: tuple[LedgerTimes, ...] = ()
+    """The longest first; empty if the step has no tape. They add up to the kernels of `phases`."""
     groups: tuple[GroupTimes, ...] = ()
     """The longest first; of all ranks here. Empty for one rank whose file does not say what its
     collectives exchange.
@@ -587,7 +626,16 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
     in_steps = sum(sum(phase.launches) for phase in phases)
-    for name, parts in (("operators", profile.operators), ("lines", profile.places)):
+    in_steps_s = sum(sum(phase.kernel_s) for phase in phases)
+    ledger_s = sum(row.total_s for row in profile.ledger)
+    if profile.ledger and not math.isclose(ledger_s, in_steps_s, rel_tol=1e-9, abs_tol=1e-9):
+        yield f"its ledger holds {ledger_s:.9f} s of {in_steps_s:.9f} s in steps"
+    parted: tuple[tuple[str, tuple[Timed, ...]], ...] = (
+        ("operators", profile.operators),
+        ("lines", profile.places),
+        ("ledger", profile.ledger),
+    )
+    for name, parts in parted:
         if parts and sum(part.count for part in parts) != in_steps:
             yield f"its {name} have other kernels than its {in_steps} in steps"
 

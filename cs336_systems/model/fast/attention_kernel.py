@@ -6,9 +6,19 @@ take the three parts of one tensor. They are not documented, so the package's ve
 (pyproject.toml).
 """
 
+import os
+
 import torch
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
+
+from ...files import user_cache
+
+# The package reads these when it is imported. Without them each process compiles its kernels anew;
+# what it keeps has its own version and those of its compilers in its place.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache() / "flash_attention_4"))
+
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from . import packed_kernel
 

@@ -429,9 +429,11 @@ class SelectiveBlock(DeferredBlock):
 class FusedEmbedding(Embedding):
     """The reference's embedding, whose gradients are added to their rows in one pass."""
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: Embedding, dtype: torch.dtype) -> None:
+        """`dtype` is the type of the result, and so of the whole residual stream."""
         nn.Module.__init__(self)
         self.weight, self.positions = embedding.weight, embedding.positions
+        self._dtype = dtype
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """Embeddings of the tokens, plus those of their positions if the model has learned
@@ -439,7 +441,9 @@ class FusedEmbedding(Embedding):
         """
         with annotate(self.range):
             x: Tensor = lookup(self.weight, tokens)
-            return x if self.positions is None else x + self.positions[: tokens.shape[1]]
+            if self.positions is not None:
+                x = x + self.positions[: tokens.shape[1]]
+            return x.to(self._dtype)
 
 
 class PaddedHead(nn.Module):

@@ -3,7 +3,8 @@ the embedding.
 
 A branch is added to the residual stream by the next norm's kernel. torch.compile, used block by
 block, cannot fuse the two if that norm is in the next block, and sums the gradients of gains and
-biases in separate kernels. The sum keeps the stream's type, fp32 under autocast.
+biases in separate kernels. The sum keeps the stream's type, fp32 under autocast. Stream and branch
+have the same gradient, which is written once for each of their types.
 
 PyTorch's backward of an embedding sorts the tokens, or gives each row to one thread block, and
 takes 3 to 6 times the time that its memory traffic needs. Here each token's gradient is added to
@@ -126,7 +127,7 @@ def _add_norm_backward(
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the
-    branch's bias.
+    branch's bias. That of the branch is empty if the stream's has its type, as it is the same then.
 
     The last is in `branch_bias_type`, and empty if this is None. Then comes the fp8 scale of the
     branch's gradient, which is empty unless `measures`.
@@ -151,9 +152,11 @@ def _add_norm_backward(
     if branch_bias_type is not None:
         of_branch_bias = result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
-    of_branch = result.to(gradient.dtype, copy=True)
     of_stream = result.to(total.dtype, copy=True)
-    return of_stream, of_branch, torch.stack(sums), of_branch_bias, scale_if(of_branch, measures)
+    of_branch, largest = of_stream.new_empty(0), of_stream
+    if total.dtype != gradient.dtype:
+        of_branch = largest = result.to(gradient.dtype, copy=True)
+    return of_stream, of_branch, torch.stack(sums), of_branch_bias, scale_if(largest, measures)
 
 
 @operator("fused_blocks_kernel.bias_gelu")
@@ -240,6 +243,8 @@ def _differentiate_add_norm(
         ctx.branch_bias_type,
         ctx.is_tagged,
     )
+    if not of_branch.numel():
+        of_branch = of_stream
     return (
         of_stream,
         of_branch if ctx.has_branch else None,

@@ -117,7 +117,9 @@ def add_norm_backward(
     block = triton.next_power_of_2(width)
     programs = num_programs(rows, block, total.device)
     has_branch_bias = branch_bias_type is not None
-    of_stream, of_branch = torch.empty_like(total), torch.empty_like(gradient)
+    of_stream = torch.empty_like(total)
+    is_shared = total.dtype == gradient.dtype
+    of_branch = of_stream if is_shared else torch.empty_like(gradient)
     partial = torch.empty(
         1 + is_centred + has_branch_bias, programs, width, dtype=torch.float32, device=total.device
     )
@@ -135,6 +137,7 @@ def add_norm_backward(
         rows,
         width,
         HAS_STREAM=stream_gradient is not None,
+        IS_SHARED=is_shared,
         IS_CENTRED=is_centred,
         HAS_BRANCH_BIAS=has_branch_bias,
         MEASURES=measures,
@@ -142,6 +145,8 @@ def add_norm_backward(
         STAGES=STAGES if block <= MAX_STAGED else 1,
         num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
     )
+    if is_shared:
+        of_branch = of_stream.new_empty(0)
     return of_stream, of_branch, *summed(partial, branch_bias_type, maxima)
 
 
@@ -353,6 +358,7 @@ def _add_norm_grads(
     rows,
     width,
     HAS_STREAM: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     HAS_BRANCH_BIAS: tl.constexpr,
     MEASURES: tl.constexpr,
@@ -387,7 +393,8 @@ def _add_norm_grads(
         if HAS_STREAM:
             result += wide(stream_gradient + at, inside)
         tl.store(of_stream + at, result.to(of_stream.dtype.element_ty), mask=inside)
-        tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
+        if not IS_SHARED:
+            tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
         if HAS_BRANCH_BIAS:
             of_branch_bias += result
         if MEASURES:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
+from ...waits import waiting_for
 from ..annotate import annotate
 from ..trainable import Trainable
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
@@ -31,7 +32,7 @@ from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from .fp8 import KeptScale, update_scales
 from .master_adamw import MasterAdamW, storage_of
 from .packages import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
-from .weights import CopyMaker, Weight, drop_gradients
+from .weights import COPY_DTYPE, CopyMaker, Weight, drop_gradients
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""
@@ -64,7 +65,9 @@ class FastLM(nn.Module):
                 _fast_block(block, maker, number) for number, block in enumerate(blocks)
             )
         if settings.fused_blocks:
-            self.token_embeddings = FusedEmbedding(reference.token_embeddings)
+            embedding = reference.token_embeddings
+            dtype = COPY_DTYPE if settings.bf16_stream else embedding.weight.dtype
+            self.token_embeddings = FusedEmbedding(embedding, dtype)
             self.ln_final = AddNorm(reference.ln_final)
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
@@ -191,7 +194,8 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             )
         module = f"{__package__}.{IMPORTED_BY[package]}"
         try:
-            importlib.import_module(module)
+            with waiting_for("importing kernels", IMPORTED_BY[package]):
+                importlib.import_module(module)
         except Exception as error:
             forget_answer(module)
             why = f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"

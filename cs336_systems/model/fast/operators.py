@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 
+from ...waits import waiting_for
+
 
 def operator(
     kernel: str = "", mutates: tuple[str, ...] = ()
@@ -26,8 +28,16 @@ def operator(
     def imported() -> Callable[..., Any]:
         """The function of the kernel's module."""
         function: Callable[..., Any]
-        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        with waiting_for("importing kernels", module):
+            function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         return function
+
+    def run(*given: Any) -> Any:
+        """Call the kernel; its first call compiles it, for which a run waits."""
+        if imported.cache_info().currsize:
+            return imported()(*given)
+        with waiting_for("first calls of kernels", name):
+            return imported()(*given)
 
     def make(plain: Callable[..., Any]) -> CustomOpDef:
         """Register the operator, its kernel, and its shapes without data."""
@@ -36,7 +46,7 @@ def operator(
             label, plain, mutates_args=mutates, device_types="cpu" if kernel else None
         )
         if kernel:
-            made.register_kernel("cuda", lambda *given: imported()(*given))
+            made.register_kernel("cuda", run)
         made.register_fake((lambda *_: None) if mutates else plain)
         return made
 

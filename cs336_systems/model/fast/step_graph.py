@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...config import EAGER_STEPS_BEFORE_GRAPH, Phase
+from ...waits import waiting_for
 from ..annotate import annotate
 
 LaunchPhases = Callable[[Sequence[Tensor]], Iterator[Phase]]
@@ -67,7 +68,8 @@ class StepGraph:
             return
         if self._batch is None:
             self._batch = batch
-            self._capture(batch)
+            with waiting_for("capturing CUDA graphs"):
+                self._capture(batch)
         for static, fresh in zip(self._batch, batch, strict=True):
             if static is not fresh:
                 static.copy_(fresh)

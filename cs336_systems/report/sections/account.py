@@ -13,7 +13,7 @@ from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
-from ...costs.ranks_time import predicted_time
+from ...costs.ranks_time import predicted_time, why_no_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
@@ -127,6 +127,16 @@ def account_answer(account: Account) -> Iterator[str]:
             kernels = times_of_kernels(account.curves, account.device_name)
             in_fp8 = f"; {times_in_fp8(account.curves)}" if config.fp8 else ""
             yield f"The time stands on {kernels}{in_fp8}."
+    elif account.device_name is not None:
+        yield f"The time is not foretold: {_why_no_time(account)}."
+
+
+def _why_no_time(account: Account) -> str:
+    """Why the time of the step on a known device is not foretold."""
+    config, curves = account.config, account.curves
+    if curves is None or config.precision not in curves.matmuls:
+        return f"nothing is known of {account.device_name} at {config.precision}"
+    return why_no_time(config, curves) or "the step has settings of which no times are known"
 
 
 def _interval(time: TimePrediction) -> str:

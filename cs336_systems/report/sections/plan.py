@@ -9,10 +9,11 @@ from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
+from ...text import counted
 from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
-from ..words import DOUBTED_FORECAST, GIB, amount, ratio, significant
+from ..words import DOUBTED_FORECAST, GIB, ratio, significant
 from .account import times_in_fp8, times_of_kernels
 
 CSV_COLUMNS = (
@@ -24,6 +25,7 @@ CSV_COLUMNS = (
 )
 UNITS = (("days", DAY_S), ("hours", 3600), ("minutes", 60), ("s", 1), ("ms", 1e-3))
 """Units of the time of a training, the largest first."""
+NOT_RUN = "not run here"
 TOP = 12
 """Layouts of the table and of the picture."""
 PARTS = {
@@ -59,18 +61,29 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     if training.tokens is None:
         yield f"How long: {step}."
     else:
+        steps = counted(training.steps, "step")
         yield (
-            f"How long: {in_time(plan.training_s, spread)}; {training.steps:,.0f} steps; {step}; "
-            f"{training.step_tokens / best.step_s:,.0f} tokens/s."
+            f"How long: {in_time(plan.training_s, spread)}; {steps}; {step}; "
+            f"{_to_three(training.step_tokens / best.step_s)} tokens/s."
         )
     price = ""
     if training.price is not None:
-        price = f"; {significant(training.price * plan.gpu_hours, 3)} at {training.price:g} an hour"
+        price = f"; {_to_three(training.price * plan.gpu_hours)} at {training.price:g} an hour"
     if training.tokens is not None:
-        yield f"How much: {amount(float(f'{plan.gpu_hours:.3g}'))} GPU-hours{price}."
+        yield f"How much: {_to_three(plan.gpu_hours)} GPU-hours{price}."
     if training.days is not None:
         yield _gpus_in_days(plan)
     yield f"On what this stands: {_evidence(plan)}"
+    how = run_by(training.config, layout, training.links.gpus_per_node)
+    if how.startswith(NOT_RUN):
+        yield f"A step of this layout is {how}."
+    else:
+        yield f"To measure a step: {how}"
+
+
+def _to_three(value: float) -> str:
+    """The value to three digits, as more are not known: 72,800 instead of 72,802."""
+    return significant(float(f"{value:.3g}"), 3)
 
 
 def _gpus_in_days(plan: TrainingPlan) -> str:
@@ -189,7 +202,7 @@ def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
     if layout.gpus > min(gpus_per_node, MAX_MEASURED_RANKS):
         lacking.append("several nodes")
     if lacking:
-        return f"not run here: {', '.join(lacking)}"
+        return f"{NOT_RUN}: {', '.join(lacking)}"
     way = Parallel.NONE
     if layout.gpus > 1:
         way = Parallel.FSDP if layout.shard > 1 else Parallel.DDP
@@ -203,13 +216,13 @@ def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
             ranks=layout.gpus,
         )
     except ValueError as error:
-        return f"not run here: {error}"
+        return f"{NOT_RUN}: {error}"
     return _command(step)
 
 
 def _command(config: RunConfig) -> str:
     """The command line that measures a step: its size, and what differs from it."""
-    words = ["benchmark.py"]
+    words = ["cs336", "benchmark"]
     preset = SIZES.get(config.size)
     if preset is not None:
         words += ["--size", config.size]
@@ -229,7 +242,10 @@ def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
     notes = [
         "Each layout is faster, or takes less memory, than all others. A step takes the sum of "
         "computing, exposed communication, the pipeline's bubble and the optimizer. Memory: the "
-        "fullest rank, with CUDA's context and NCCL; fragmentation is left out."
+        "fullest rank, with CUDA's context and NCCL; fragmentation is left out.",
+        "DP: replicas. FSDP, ZeRO-1: replicas that divide the model's state, or the optimizer's "
+        "alone. TP: ranks that divide every matrix. PP: stages. CP: ranks that divide each "
+        "sequence.",
     ]
     if len(rows) > TOP:
         notes.append(f"{len(rows) - TOP} more are slower and smaller: the CSV file has them.")

@@ -367,3 +367,22 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} needs {package}.*{said}"):
         check_packages(replace(fast, **{setting: True}))
     packages.import_failure.cache_clear()
+
+
+def test_a_module_that_ends_its_process_leaves_the_others_tried(tmp_path, monkeypatch):
+    """One process tries all modules; what one of them does there is no answer for another."""
+    sources = {
+        "fine_kernels": "",
+        "broken_kernels": "import libcute_that_is_not_there",
+        "fatal_kernels": "import os; os._exit(7)",
+        "later_kernels": "print('cs336 tried nothing')",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    failures = packages._import_elsewhere([*sources])
+    assert list(failures) == [*sources]
+    assert failures["fine_kernels"] is None
+    assert failures["later_kernels"] is None
+    assert "libcute_that_is_not_there" in str(failures["broken_kernels"])
+    assert "7" in str(failures["fatal_kernels"])

@@ -308,7 +308,9 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
         alone = (total, None, None, *given[3:])
         same(fused_blocks._add_norm, kernel.add_norm, *alone, torch.float32, None, False)
         for stream_gradient in (None, torch.randn(rows, width)):
-            back = stream_gradient, gradient, total, statistics, gain, is_centred
+            # a branch of another type than the stream has a gradient of its own
+            of_branch = gradient if stream_gradient is None else gradient.double()
+            back = stream_gradient, of_branch, total, statistics, gain, is_centred
             branch_bias_type = torch.float32 if has_branch_bias else None
             same(
                 fused_blocks._add_norm_backward,

@@ -34,12 +34,19 @@ SHORTCUTS = {
         replace(FUSED, **CHECKPOINTS, selective_checkpoints=True),
         {"packed_attention": True},
     ),
+    "stream in bf16": (FUSED, {"bf16_stream": True}),
+    "stream in bf16, checkpoints": (
+        replace(FUSED, **CHECKPOINTS, selective_checkpoints=True),
+        {"bf16_stream": True},
+    ),
+    "stream in bf16, fp8": (replace(FUSED, fp8=True), {"bf16_stream": True}),
     "packed attention, fp8": (replace(FUSED, fp8=True), {"packed_attention": True}),
 }
 """Steps, and the setting that computes them otherwise."""
 OPERATORS = {
     "fused_blocks": "add_norm",
     "fused_activations": "expand",
+    "bf16_stream": "add_norm",
     "packed_attention": "attend",
 }
 
@@ -79,6 +86,7 @@ ALIKE = {
     "split masters, fused": (replace(FUSED, fused_loss=True), {"split_masters": True}),
     "split masters, checkpoints": (replace(COPIED, checkpoint_blocks=1), {"split_masters": True}),
     "moments in bf16": (COPIED, {"bf16_moments": True}),
+    "stream in bf16": (FUSED, {"bf16_stream": True}),
 }
 """Steps, and the setting that computes them otherwise."""
 
@@ -92,11 +100,13 @@ def trained(config):
         mock.patch.object(cross_entropy, "_losses", wraps=cross_entropy._losses) as parts,
     ):
         losses = [step(HostClock())[1].item() for _ in range(6)]
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=config.device.value)
     return losses, {
         "fused_loss": parts.call_count,
         "loss_chunks": parts.call_count,
         "fused_blocks": calls.counts["add_norm"],
         "fp8": calls.counts["fp8_casts"],
+        "bf16_stream": step.model.token_embeddings(tokens).dtype is torch.bfloat16,
         "split_masters": sum(weight.remainder is not None for weight in step.model.weights),
         "bf16_moments": sum(
             state["exp_avg"].dtype is torch.bfloat16 for state in step.optimizer.state.values()

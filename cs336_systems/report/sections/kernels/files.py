@@ -24,6 +24,7 @@ from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
+from .ledger import ledger_section
 from .operators import operators_section
 from .sums import WHOLE_STEP, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
@@ -71,6 +72,7 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
         kinds([entry]),
         *detail_sections(entry.profile, top),
         operators_section(entry.profile),
+        ledger_section(entry),
         *added_sections(Explained, [entry]),
         Section(name="pictures", pictures=pictures),
     ]

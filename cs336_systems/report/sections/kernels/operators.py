@@ -7,7 +7,9 @@ from ....analysis.kernels.step_profile import OperatorTimes, StepProfile
 from ....config import Precision
 from ....costs.curves import Curves
 from ....costs.hardware import DeviceSpec, find_device
-from ....studies.ceilings_files import NO_CEILINGS
+from ....costs.kernels import ProductPrecision, padded
+from ....costs.tape import MATMULS_OF, Form
+from ....studies.ceilings_files import NO_CEILINGS_HERE
 from ...columns import Column, Row, column
 from ...section import Section, make_table
 from ...words import percent, ratio, rounded
@@ -30,20 +32,36 @@ class Ceiling:
 
     spec: DeviceSpec | None
     curves: Curves | None
+    fp8_flops_per_s: float | None = None
+    """The best measured rate of matmuls in fp8."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The rate of memory."""
+        """The rate of memory: that of the largest copy, which no cache holds."""
         if self.curves is not None and self.curves.copies:
-            return max(count / time_s for count, time_s in self.curves.copies.items())
+            largest = max(self.curves.copies)
+            return largest / self.curves.copies[largest]
         return None if self.spec is None else self.spec.memory_bandwidth_bytes_per_s
 
     def flops_per_s(self, precision: Precision) -> float | None:
         """The rate of matmuls at this precision."""
         measured = () if self.curves is None else self.curves.matmuls.get(precision, ())
-        if measured:
-            return max(matmul.flops_per_s for matmul in measured)
+        rates = [matmul.flops_per_s for matmul in measured if matmul.form not in MATMULS_OF]
+        if rates:
+            return max(rates)
         return None if self.spec is None else self.spec.peak_flops_per_s.get(precision)
+
+    def attention_flops_per_s(self, form: Form, d_head: int) -> float | None:
+        """The best rate of fused attention in half precision with heads of this width, whose mask
+        leaves half of the FLOPs; None if none was measured.
+        """
+        measured = () if self.curves is None else self.curves.matmuls.get(Precision.BF16, ())
+        alike = [
+            MATMULS_OF[form] * kernel.multiplications / kernel.time_s
+            for kernel in measured
+            if kernel.form is form and padded(kernel.inner) == padded(d_head)
+        ]
+        return max(alike, default=None)
 
     def of_operator(self, part: OperatorTimes) -> float | None:
         """The rate of the operator's matmuls, of which fp32 may use tensor cores (TF32): a rate
@@ -64,7 +82,11 @@ def ceiling_of(profile: StepProfile) -> Ceiling:
     if len(profile.device_names) != 1:
         return Ceiling(spec=None, curves=None)
     name = profile.device_names[0]
-    return Ceiling(spec=find_device(name), curves=NO_CEILINGS.curves(name))
+    return Ceiling(
+        spec=find_device(name),
+        curves=NO_CEILINGS_HERE.curves(name),
+        fp8_flops_per_s=NO_CEILINGS_HERE.flops_per_s(name, ProductPrecision.FP8),
+    )
 
 
 def limit_s(part: OperatorTimes, ceiling: Ceiling) -> float | None:
