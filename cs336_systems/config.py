@@ -361,6 +361,10 @@ class RunConfig:
             is_common=True,
         ),
     ] = None
+    blocks: Annotated[tuple[int, ...] | None, Setting(label=None, noted="never", column="")] = None
+    """Blocks that are left of a user's own model, by the numbers of their kinds, where one of each
+    kind stands for the others; None for all.
+    """
     loss: Annotated[
         LossKind,
         Setting(
@@ -971,9 +975,10 @@ class RunConfig:
                 f"{self.warmup_steps + self.measured_steps}"
             )
         tokens = self.batch_size * self.model.context_length
-        elements = tokens * max(
-            self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff
-        )
+        widths = [self.model.vocab_size, self.model.d_ff]
+        if self.model.attention is Attention.NAIVE:  # fused attention keeps no scores
+            widths.append(self.model.num_heads * self.model.context_length)
+        elements = tokens * max(widths)
         if elements > MAX_ELEMENTS:
             raise ValueError(
                 f"one tensor of the step would hold {elements:.1e} elements, more than "

@@ -8,20 +8,24 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
+from ..costs.curves import Curves
 from ..costs.depth import of_depth
 from ..costs.derivation import Sizes
 from ..costs.hardware import DeviceSpec, devices_called
+from ..costs.kernels import ProductPrecision
 from ..costs.layout_cost import why_refused, why_unknown
 from ..costs.networks import links_of
 from ..costs.ranks_time import Links
+from ..costs.recipes import Recipe
 from ..costs.shards import FP32_BYTES, factor_bytes
-from ..costs.traces import require_tape
+from ..costs.traces import one_tracer, require_tape
 from ..costs.training import Training, plan_training
+from ..model_file import is_model_file, longest_context
 from ..report.words import GIB, GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
 from .account import ForecastArguments, curves_meant
-from .configure import make_config
+from .configure import checked_factory, make_config
 from .outcome import OK, UsageError, checked, show
 
 MAX_GB_PER_S = 1e6
@@ -94,6 +98,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
         float | None, flags.unset("GB/S", "measured, or else by the data sheet")
     ] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
+    fp8: Annotated[Recipe | None, flags.unset("{tensor,blocks,mx}", "bf16")] = None
+    """Compute the linear layers of blocks in fp8, with one scale for each tensor (of this step, not
+    of earlier ones), for 128 elements or squares of a weight, or for 32 elements (MXFP8, from
+    Blackwell on).
+    """
     model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False
     """Instead, say what ranks compute and send on paper: expressions beside their numbers, for a
@@ -153,9 +162,9 @@ class PlanArguments(flags.Flags, ForecastArguments):
         }
         given = self.given()
         is_ours = not str(given.get("size", "")).lower().startswith("gpt2")
-        if is_ours and given.get("model_factory") is None:
-            usual["context_length"] = USUAL_CONTEXT
-        config = make_config(Device.CUDA, **usual | given)
+        if is_ours:
+            usual["context_length"] = self._usual_context(given.get("model_factory"))
+        config = checked_factory(make_config(Device.CUDA, **usual | given), given)
         reason = why_refused(config)
         if not reason:
             for blocks in (1, 2):
@@ -164,6 +173,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
         if reason:
             raise ValueError(f"no plan: {reason}")
         return config
+
+    def _usual_context(self, model: str | None) -> int:
+        """The context where none is asked for: no more than a configuration file allows."""
+        longest = longest_context(model) if model is not None and is_model_file(model) else None
+        return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
 
     def sequences(self, context_length: int) -> int:
         """Sequences of a step on all GPUs, which share them equally."""
@@ -228,13 +242,18 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
     curves = curves_meant(name, device, config, ceilings)
     if curves is None or config.precision not in curves.matmuls:
         raise ValueError(f"nothing is known of {name} at {config.precision}")
+    multiplied = ProductPrecision(config.precision if arguments.fp8 is None else "fp8")
     memory_bytes = None if device is None else device.memory_bytes
     if arguments.budget_gib is not None:
         memory_bytes = round(arguments.budget_gib * GIB)
     if memory_bytes is None:
         raise ValueError(f"no data sheet says how much memory {name} has: give --budget-gib")
+    recipe = arguments.fp8
+    if recipe is not None and (reason := _why_no_fp8(recipe, config, name, device, curves)):
+        raise ValueError(f"--fp8 {recipe}: {reason}")
     return Training(
         config=config,
+        recipe=recipe,
         gpus=count,
         device_name=name,
         sequences=arguments.sequences(config.model.context_length),
@@ -242,13 +261,27 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
         price=arguments.price,
         days=arguments.days,
         memory_bytes=memory_bytes,
-        peak_flops_per_s=None if device is None else device.peak_flops_per_s.get(config.precision),
+        peak_flops_per_s=None if device is None else device.peak(multiplied),
         curves=curves,
         links=links,
         link_source=link_source,
     )
 
 
+def _why_no_fp8(
+    recipe: Recipe, config: RunConfig, name: str, device: DeviceSpec | None, curves: Curves
+) -> str:
+    """Why such a step is not foretold in fp8; empty if it is."""
+    if config.precision is not Precision.BF16:
+        return f"all but the matmuls is in bf16, got --precision {config.precision}"
+    if ProductPrecision.FP8 not in curves.matmuls:
+        return f"{name} has no matmuls in fp8 by its data sheet, and none was measured"
+    if recipe is Recipe.MX and not (device and device.has_mx):
+        return f"{name} has no matmuls with scales of 32 elements: use tensor or blocks"
+    return ""
+
+
+@one_tracer()
 def run(arguments: PlanArguments) -> int:
     """Print the plan, and write it if --output is given."""
     checked(arguments.check)

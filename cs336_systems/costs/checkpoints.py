@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..config import RunConfig
-from .depth import has_step_by_depth
+from .depth import DepthError
 from .layout import Layout
 from .layout_cost import why_unknown
 from .layout_memory import Rank, StageMemory
@@ -76,8 +76,9 @@ def checkpoint_schedules(config: RunConfig) -> list[Schedule]:
     for checkpoint in (1, 0):
         layout = Layout(micro_batch=config.batch_size, checkpoint=checkpoint)
         rank = Rank(config=replace(config.alone, checkpoint_blocks=0), layout=layout)
-        if not has_step_by_depth(rank.alone):
+        try:
+            memory = StageMemory(rank, rank.stages[0], is_first=True, is_last=True)
+        except DepthError:
             return []
-        memory = StageMemory(rank, is_first=True, is_last=True)
-        kept.append(memory.kept_bytes(2) - memory.kept_bytes(1))
+        kept.append(memory.kept_bytes((0, 0)) - memory.kept_bytes((0,)))
     return list(schedules(config.model.num_layers, *kept))

@@ -1,9 +1,10 @@
-"""The step of a model of any depth, from the tapes of two shallow ones.
+"""The step of a model of any depth, from the tapes of shallow ones.
 
-The blocks of a model are equal, so the step of two blocks is that of one block with a few parts
-inserted: one part in the tensors that each phase makes and frees, and one in its operations. A step
-of more blocks repeats these parts. Tapes of one and two blocks with named axes come with the
-program, so that no depth has to be traced.
+Blocks of a model are equal, or of a few kinds. So the step of two blocks is that of one block, of
+the kind that most are of, with a few parts inserted: one part in the tensors that each phase makes
+and frees, and one in its operations. A step of more blocks repeats these parts, those of each kind
+as often as it has blocks. Tapes of one and two blocks of this project's model with named axes come
+with the program, so that no depth has to be traced.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from ..config import Phase, RunConfig
 from .tape import OperationKey, Tape, TensorKey, phases_of
-from .traces import has_tape, tape_of, traced_as
+from .traces import has_tape, tape_of, traced_as, why_untraced
 
 T = TypeVar("T")
 Change = tuple[bool, TensorKey]
@@ -43,7 +44,7 @@ class Repeated(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepByDepth:
-    """A steady training step of models that differ in the number of their blocks alone."""
+    """A steady training step of models that differ in the number of their blocks of one kind."""
 
     launches: Mapping[Phase, Repeated[OperationKey]]
     """The operations of forward and backward, in the order of their launches."""
@@ -64,27 +65,41 @@ class StepByDepth:
         return counts
 
 
-def of_depth(config: RunConfig, blocks: int) -> RunConfig:
-    """The configuration with this number of blocks."""
+@lru_cache(maxsize=4096)
+def of_depth(config: RunConfig, blocks: int, kind: int = 0) -> RunConfig:
+    """The configuration with this number of blocks, the second of this kind."""
+    if config.model_factory is not None:
+        return replace(config, blocks=(0, kind)[:blocks])
     return replace(config, size="", model=replace(config.model, num_layers=blocks))
 
 
-def has_step_by_depth(config: RunConfig) -> bool:
-    """Whether the tapes of one and of two blocks are at hand, or can be traced."""
-    return has_tape(of_depth(config, 1)) and has_tape(of_depth(config, 2))
-
-
-def step_by_depth(config: RunConfig) -> StepByDepth:
-    """The step of a configuration of one process whatever its depth; raise DepthError if the
-    blocks differ.
+def kinds_of_blocks(config: RunConfig) -> tuple[int, ...]:
+    """The kind of each block of the model; raise DepthError for a model of one's own that cannot
+    be traced.
     """
-    return _step_by_depth(traced_as(of_depth(config, 1))[0])
+    if config.model_factory is None:
+        return (0,) * config.model.num_layers
+    one = of_depth(config, 1)
+    if not has_tape(one):
+        raise DepthError(why_untraced(one))
+    return tuple(tape_of(one).blocks)
 
 
-@lru_cache(maxsize=64)
-def _step_by_depth(one: RunConfig) -> StepByDepth:
+def step_by_depth(config: RunConfig, kind: int = 0) -> StepByDepth:
+    """The step of a configuration of one process whatever its depth, of blocks of this kind; raise
+    DepthError if these differ, or cannot be traced.
+    """
+    return _step_by_depth(traced_as(of_depth(config, 1))[0], kind)
+
+
+@lru_cache(maxsize=256)
+def _step_by_depth(one: RunConfig, kind: int) -> StepByDepth:
     """The step of a configuration of one block that is traced for all of its sizes."""
-    shallow, deeper = tape_of(one), tape_of(of_depth(one, 2))
+    two = of_depth(one, 2, kind)
+    for config in (one, two):
+        if not has_tape(config):
+            raise DepthError(why_untraced(config) or "the step of one block cannot be traced")
+    shallow, deeper = tape_of(one), tape_of(two)
     launches: dict[Phase, Repeated[OperationKey]] = {}
     changes: dict[Phase, Repeated[Change]] = {}
     live_of_one: dict[Phase, Counter[TensorKey]] = {}

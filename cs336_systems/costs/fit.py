@@ -10,7 +10,7 @@ from sys import maxsize
 from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
-from .memory import is_predictable, placed, predict_memory
+from .memory import is_predictable, is_predictable_fast, placed, predict_memory
 from .shards import FP32_BYTES
 from .tape import Tape, interpolated
 from .traces import tape_of, trace_missing
@@ -90,7 +90,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     leave. As PyTorch's does, it releases cached segments before it fails. So the answer includes
     fragmentation and needs no margin.
     """
-    if not is_predictable(config):
+    if not (is_predictable(config) or is_predictable_fast(config)):
         return None
     return _fits(tape_of(config), memory_bytes - outside_bytes(config))
 

@@ -7,10 +7,12 @@ So the groups that send most lie within a node.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from ..config import RunConfig
+from .blocks import blocks_of_model
 from .ranks_time import Links
+from .recipes import Recipe
 
 AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
 """The ways to share a step, those first whose ranks are neighbours."""
@@ -18,6 +20,10 @@ MAX_MICRO_BATCH = 32
 """Most sequences of a micro-batch that are tried: more hardly makes matmuls faster."""
 MOST_CONTEXT = 16
 """Most ranks that are tried to share a context."""
+MOST_UNEVEN = 0.15
+"""Stages of a model of one's own may be longer by this part than the mean: 61 blocks, as DeepSeek's
+have, have no equal stages.
+"""
 TOKENS_OF_CONTEXT = 8192
 """Fewest tokens that a rank keeps where a context is shared."""
 
@@ -43,18 +49,22 @@ class Layout:
     context: int = 1
     """Ranks that divide each sequence; keys and values go round in a ring."""
     expert: int = 1
-    """Ranks that divide the experts of each block; for all else they are replicas."""
+    """Ranks that divide the experts of each block; for all else they are replicas, and divide the
+    state as `stage` says.
+    """
     micro_batch: int = 1
     """Sequences of one forward pass."""
     accumulate: int = 1
     """Micro-batches of a step, one after the other."""
     checkpoint: int = 0
     """1: each block keeps its input only, and backward computes the rest again; 0: all is kept."""
+    fp8: Recipe | None = None
+    """How linear layers of blocks are computed in fp8; None: in the precision of the step."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that are no layout."""
         for one in fields(self):
-            if one.name != "checkpoint" and getattr(self, one.name) < 1:
+            if one.name not in ("checkpoint", "fp8") and getattr(self, one.name) < 1:
                 raise ValueError(f"{one.name} must be at least 1, got {getattr(self, one.name)}")
         if self.stage > 3 or self.checkpoint not in (0, 1):
             raise ValueError(
@@ -81,10 +91,22 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Number of ranks among which the sharded state is divided: those that share a context have
-        the same parameters, and so divide them too.
+        """Number of ranks among which the sharded state is divided, of all but experts: those that
+        share a context or experts have the same parameters, and so divide them too.
         """
+        return self.shard * self.context * self.expert
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks that have the same experts, and divide their sharded state."""
         return self.shard * self.context
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that divide the experts of a block: those of a tensor group do so too,
+        and leave each expert's matrices whole.
+        """
+        return self.expert * self.tensor if self.expert > 1 else 1
 
     @property
     def shards_parameters(self) -> bool:
@@ -130,16 +152,16 @@ class Layout:
                 words.append(f"{names[axis]} {ranks}")
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks")
-        return " x ".join(words) or "one GPU"
+        label = " x ".join(words) or "one GPU"
+        return label if self.fp8 is None else f"{label}, fp8 by {self.fp8}"
 
 
 def misfit(config: RunConfig, layout: Layout) -> str:
     """Why a model cannot be shared so; empty if it can."""
-    model = config.model
+    model = blocks_of_model(config)
     divided = {
         "tensor": (model.num_heads, "heads"),
-        "pipeline": (model.num_layers, "layers"),
-        "context": (model.context_length, "tokens of context"),
+        "context": (config.model.context_length, "tokens of context"),
     }
     for axis, (whole, of_what) in divided.items():
         if whole % (ranks := getattr(layout, axis)):
@@ -148,21 +170,34 @@ def misfit(config: RunConfig, layout: Layout) -> str:
         return f"tensor {layout.tensor} does not divide {model.num_kv_heads} heads of keys"
     if model.d_ff % layout.tensor:
         return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
-    if model.num_layers % (layout.pipeline * layout.chunks):
+    parts = layout.pipeline * layout.chunks
+    most = 0.0 if config.model_factory is None else MOST_UNEVEN
+    # the embedding and the head may stand for a layer each, so that the first part and the last
+    # have one less (Megatron-LM's account-for-embedding-in-pipeline-split)
+    has_ends = (len(model.kinds) + 2) % parts == 0
+    if uneven_blocks(len(model.kinds), parts) > most and not has_ends:
         return f"{layout.pipeline} stages of {layout.chunks} chunks do not divide the layers"
     if layout.chunks > 1 and layout.accumulate % layout.pipeline:
         return "interleaved stages need micro-batches that are a multiple of them"
-    if layout.expert > 1:
-        return "the model has no experts to divide"
+    if layout.expert > 1 and not model.experts:
+        return "the model has no experts to divide, each with its part of one parameter"
+    if layout.expert > 1 and model.experts % layout.expert_ranks:
+        return f"{layout.expert_ranks} ranks do not divide {model.experts} experts"
     return ""
+
+
+def uneven_blocks(blocks: int, stages: int) -> float:
+    """How much longer the longest stage is than one of an equal share, as a part of that."""
+    return -(-blocks // stages) * stages / blocks - 1
 
 
 def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> Iterator[Layout]:
     """The sensible layouts of a step of `global_batch` sequences on so many GPUs.
 
-    Tensor ranks stay within a node, contexts are shared only where they are long, stages of a
-    pipeline share the optimizer's state alone (ZeRO-1), as gathering for each micro-batch would
-    take long, and FSDP shards over all GPUs or, in several nodes, over one node (HSDP).
+    Tensor ranks stay within a node, contexts are shared only where they are long, experts by the
+    ranks of a node or by as many as divide them. Stages of a pipeline share the optimizer's state
+    alone (ZeRO-1), as gathering for each micro-batch would take long, and FSDP shards over all GPUs
+    or, in several nodes, over one node (HSDP).
     """
     node = min(gpus, links.gpus_per_node)
     for tensor, context, pipeline in product(_powers(node), _powers(MOST_CONTEXT), _powers(gpus)):
@@ -176,8 +211,21 @@ def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> It
         if misfit(config, base):
             continue
         replicas = gpus // ways
-        for shared in _shared(base, replicas, node // min(node, tensor * context)):
-            yield from _divided(config, shared, global_batch // replicas)
+        in_node = node // min(node, tensor * context)
+        for expert in _expert_groups(config, tensor, replicas, in_node):
+            base = replace(base, expert=expert)
+            for shared in _shared(base, replicas // expert, in_node // min(in_node, expert)):
+                yield from _divided(config, shared, global_batch // replicas)
+
+
+def _expert_groups(config: RunConfig, tensor: int, replicas: int, in_node: int) -> Iterator[int]:
+    """Numbers of ranks that divide experts: one, those of a node, and as many as there are."""
+    yield 1
+    experts = blocks_of_model(config).experts
+    most = gcd(experts, tensor * replicas) // tensor
+    for ranks in sorted({gcd(most, in_node), most}):
+        if ranks > 1 and replicas % ranks == 0:
+            yield ranks
 
 
 def _powers(most: int) -> list[int]:
@@ -187,11 +235,13 @@ def _powers(most: int) -> list[int]:
 
 def _shared(base: Layout, replicas: int, in_node: int) -> Iterator[Layout]:
     """Ways in which replicas keep the state: each all of it, or divided."""
+    if base.pipeline > 1:
+        base = replace(base, stage=1)
     yield replace(base, data=replicas)
     if replicas == 1:
         return
     if base.pipeline > 1:
-        yield replace(base, shard=replicas, stage=1)
+        yield replace(base, shard=replicas)
         return
     yield replace(base, shard=replicas)
     if 1 < in_node < replicas and replicas % in_node == 0:

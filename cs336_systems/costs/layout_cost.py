@@ -2,17 +2,23 @@
 foretold.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from ..config import Attention, Mode, OptimizerKind, Precision, RunConfig
+from ..config import Attention, Mode, OptimizerKind, Phase, Precision, RunConfig
 from .accounting import step_flops
+from .blocks import blocks_of_model
 from .curves import Curves
-from .depth import DepthError, has_step_by_depth, of_depth
+from .depth import DepthError, of_depth, step_by_depth
 from .layout import Layout, misfit
 from .layout_memory import Rank, fullest_rank_bytes
 from .layout_time import LayoutTime, layout_time
 from .memory import is_predictable
 from .ranks_time import Links
+from .tape import Names, OperationKey, OperationMaker
+from .time import flops_of
+from .traces import axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +29,8 @@ class LayoutCost:
     time: LayoutTime
     peak_bytes: int
     """Tensors of the fullest rank."""
-    flops: int | None
-    """Model FLOPs of the step on all ranks together; None if they are not known."""
+    flops: int
+    """Model FLOPs of the step on all ranks together."""
 
     @property
     def step_s(self) -> float:
@@ -32,9 +38,9 @@ class LayoutCost:
         return self.time.step_s
 
     @property
-    def gpu_flops_per_s(self) -> float | None:
+    def gpu_flops_per_s(self) -> float:
         """Model FLOPs that each GPU computes in a second."""
-        return None if self.flops is None else self.flops / self.layout.gpus / self.step_s
+        return self.flops / self.layout.gpus / self.step_s
 
 
 def layout_cost(
@@ -45,32 +51,58 @@ def layout_cost(
 
     `config` is the step in one process: its batch size and checkpoints are the layout's instead.
     """
-    if reason := why_unknown(config) or misfit(config, layout):
+    try:
+        reason = why_unknown(config) or misfit(config, layout)
+    except DepthError as error:
+        reason = str(error)
+    if reason:
         return reason
     if layout.gpus > links.gpus_per_node and links.network_bytes_per_s is None:
         return f"{layout.gpus} GPUs need several nodes, whose network is not known"
     rank = Rank(config=config, layout=layout)
-    if not has_step_by_depth(rank.alone):
-        return "the step of one block cannot be traced"
     try:
-        of_sequence = step_flops(replace(config, batch_size=1))
         return LayoutCost(
             layout=layout,
             time=layout_time(rank, curves, links),
             peak_bytes=fullest_rank_bytes(config, layout),
-            flops=None if of_sequence is None else layout.global_batch * of_sequence,
+            flops=layout.global_batch * sequence_flops(config),
         )
     except DepthError as error:
         return str(error)
+
+
+def sequence_flops(config: RunConfig) -> int:
+    """Model FLOPs of a training step of one sequence: of any model three times those of forward,
+    as its blocks launch them, attention in full.
+    """
+    alone = replace(config.alone, batch_size=1, accumulate_steps=1, checkpoint_blocks=0)
+    counted = step_flops(alone)
+    return _traced_flops(alone) if counted is None else counted
+
+
+@lru_cache(maxsize=64)
+def _traced_flops(alone: RunConfig) -> int:
+    """The same, of a model whose operations are known by its tapes."""
+    maker, kinds = OperationMaker(Names(axes(alone))), blocks_of_model(alone).kinds
+
+    def flops(keys: Iterable[OperationKey]) -> int:
+        """FLOPs of the matmuls among these operations."""
+        made = (getattr(maker, make)(*arguments) for _, make, *arguments in keys)
+        return sum(map(flops_of, made))
+
+    of_kinds = []
+    for kind in range(max(kinds) + 1):
+        of_kinds.append(flops(step_by_depth(alone, kind).launches[Phase.FORWARD].block))
+    of_one = flops(step_by_depth(alone).launches[Phase.FORWARD].of_one)
+    return 3 * (of_one - of_kinds[0] + sum(of_kinds[kind] for kind in kinds))
 
 
 def why_refused(config: RunConfig) -> str:
     """Which setting of a step makes that no layout is foretold; empty if none does."""
     if config.mode is not Mode.TRAIN:
         return f"a layout is one of training, got mode {config.mode}"
-    if config.model_factory is not None:
-        return "layouts of a model of your own are not foretold"
-    if config.optimizer is not OptimizerKind.FUSED or config.model.attention is not Attention.SDPA:
+    is_fused = config.model_factory is not None or config.model.attention is Attention.SDPA
+    if config.optimizer is not OptimizerKind.FUSED or not is_fused:
         return "layouts are foretold for the fused optimizer and fused attention"
     if config.precision is Precision.FP16:
         return "precision fp16 has a gradient scaler that waits for the device; use bf16"

@@ -8,26 +8,32 @@ state run beside kernels, as in `ranks_time`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
+from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated
 from .depth import step_by_depth
-from .layout_memory import VOCABULARY, Rank
+from .layout import Layout
+from .layout_memory import EXPERTS, Rank
 from .ranks_time import Links, Timeline
-from .shards import FP32_BYTES, LOOKUP, factor_bytes
-from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
+from .recipes import Recipe, casts, in_fp8, takes_fp8
+from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
+from .tape import FP8_BYTES, Form, Names, Operation, OperationKey, OperationKind, OperationMaker
 from .time import call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
-D_FF, D_MODEL = "d_ff", "d_model"
 _PHASES = (Phase.FORWARD, Phase.BACKWARD)
 TENSOR_CALLS = 2
 """Pairs of an all-gather and a reduce-scatter in a block's forward pass, and as many in backward:
 around attention and around the feed-forward network (Korthikanti et al. 2022).
+"""
+EXPERT_CALLS = 2
+"""All-to-alls of a block in a pass: one brings tokens to their experts, one brings the results
+back.
 """
 
 
@@ -71,8 +77,8 @@ def layout_time(rank: Rank, curves: Curves, links: Links) -> LayoutTime:
 class _Kernels:
     """Times of the kernels of a micro-batch, by phase."""
 
-    block: Mapping[Phase, _Work]
-    """Work of one block."""
+    blocks: Sequence[Mapping[Phase, _Work]]
+    """Work of one block of each kind."""
     outside_s: Mapping[Phase, float]
     """Seconds of the embedding, the head and the loss."""
     spread: float
@@ -80,25 +86,34 @@ class _Kernels:
 
 
 @lru_cache(maxsize=4096)
-def _kernels(alone: RunConfig, tensor: int, context: int, curves: Curves) -> _Kernels:
-    """The kernels of a rank of a tensor and a context group; `alone` is the step of one block on
-    this rank's micro-batch.
+def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
+    """The kernels of a rank of a tensor, a context and an expert group; `alone` is the step of one
+    block on this rank's micro-batch. The head is in bf16 where blocks are in fp8.
     """
-    step, names = step_by_depth(alone), Names(axes(alone))
-    block, outside_s = {}, {}
+    tensor, context, expert, recipe = layout.tensor, layout.context, layout.expert, layout.fp8
+    names, model = Names(axes(alone)), blocks_of_model(alone)
+    width = "d_model" if alone.model_factory is None else str(model.d_model)
+    divided = partial(
+        rank_operations, names=names, tensor=tensor, context=context, expert=expert, width=width
+    )
+    blocks: list[dict[Phase, _Work]] = []
     every: list[Operation] = []
+    for kind in range(max(model.kinds) + 1):
+        step = step_by_depth(alone, kind)
+        launched = {phase: step.launches[phase].block for phase in _PHASES}
+        of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
+        blocks.append({phase: _work(of_phases[phase], alone, curves) for phase in _PHASES})
+        for operations in of_phases.values():
+            every += operations
+    outside_s = {}
     for phase in _PHASES:
-        launched = step.launches[phase]
-        lists = [
-            rank_operations(keys, names, tensor, context)
-            for keys in (launched.block, launched.of_one)
-        ]
-        works = [_work(operations, alone, curves) for operations in lists]
-        every += lists[0]
         # what a second block adds to a model of one block, and what that one has besides
-        block[phase] = works[0]
-        outside_s[phase] = max(0.0, works[1].step_s - works[0].step_s)
-    return _Kernels(block, outside_s, kernel_spread(every, alone.precision, curves).factor)
+        launched_of_one = step_by_depth(alone).launches[phase]
+        of_one = _work(divided(launched_of_one.of_one), alone, curves)
+        of_block = _work(divided(launched_of_one.block), alone, curves)
+        outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
+    spread = kernel_spread(every, alone.precision, curves).factor
+    return _Kernels(tuple(blocks), outside_s, spread)
 
 
 def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) -> _Work:
@@ -115,34 +130,80 @@ def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) ->
 
 
 def rank_operations(
-    keys: Iterable[OperationKey], names: Names, tensor: int, context: int
+    keys: Iterable[OperationKey],
+    names: Names,
+    tensor: int,
+    context: int,
+    expert: int = 1,
+    width: str = "d_model",
+    recipe: Recipe | None = None,
 ) -> list[Operation]:
-    """The operations of a rank of a tensor group and of a ring of so many contexts, from those of
-    whole matrices on the rank's part of the context.
+    """The operations of a rank of a tensor group, of a ring of so many contexts and of a group that
+    divides experts, from those of whole matrices on the rank's part of the context. `width` is the
+    side of matrices that is the residual stream's. With a `recipe`, matmuls are in fp8, and their
+    factors are cast before.
 
     A tensor group divides the hidden layer and the heads, as Megatron-LM does: the first matrix by
-    columns and the last by rows; what lies between matrices is divided by tokens.
+    columns and the last by rows; what lies between matrices is divided by tokens. Experts stay
+    whole where ranks divide them: a rank has fewer, with the tokens of all its group.
     """
-    operations = []
+    operations: list[Operation] = []
     maker = OperationMaker(names)
-    is_after_attention = is_forward = False
+    is_after_attention = is_forward = is_row = False
+    is_new = True
     for views, make, *arguments in keys:
+        if recipe is not None and _changes_type_of_weight(make, arguments):
+            continue  # weights are cast once a step, and matmuls add up their gradients in fp32
         if make == "attention":
             is_after_attention = True
-        elif make == "matmul":
+        elif make == "experts" and expert > 1:
+            _, is_row = _is_of_stream(arguments, width)
+            arguments = _of_experts(arguments, names, tensor, expert)
+        elif make in ("matmul", "experts"):
             # between checkpoints, backward computes forward again
             if is_forward is not (arguments[0] == Form.FORWARD):
                 is_forward, is_after_attention = not is_forward, False
-            if D_FF in arguments:
-                is_after_attention = False
-        # in forward the projection after attention is divided by rows, and those before it by
-        # columns; backward meets them in the other order
-        is_row = is_after_attention is is_forward
-        if make == "matmul" and tensor > 1:
-            arguments = _divided(arguments, names, tensor, is_row)
-        operation = getattr(maker, make)(*arguments)
-        operations.append(_of_rank(replace(operation, views=views), tensor, context))
+            # in forward the projection after attention is divided by rows, and those before it by
+            # columns; backward meets them in the other order
+            is_row = is_after_attention is is_forward
+            reads, writes = _is_of_stream(arguments, width)
+            if not (reads and writes):
+                is_row = writes
+                is_after_attention &= not writes
+            if tensor > 1:
+                arguments = _divided(arguments, names, tensor, is_row)
+        operation = replace(getattr(maker, make)(*arguments), views=views)
+        if recipe is not None and takes_fp8(operation):
+            is_forward_matmul = operation.form is Form.FORWARD
+            if is_row or is_new or not is_forward_matmul:
+                operations += _casts(recipe, operation, is_row, tensor)
+            # matmuls that make heads, or hidden activations, of one input follow each other
+            is_new = is_row or not is_forward_matmul
+            operation = in_fp8(operation)
+        operations.append(_of_rank(operation, tensor, context))
     return operations
+
+
+def _changes_type_of_weight(make: str, arguments: Sequence[Any]) -> bool:
+    """Whether an operation is a pass that casts a weight for its matmul, or the gradient back."""
+    if make != "passes" or len(arguments[0]) != 2:
+        return False
+    (shape, read_bytes), (written, written_bytes) = arguments[0]
+    words = shape.split()
+    is_matrix = len([word for word in words if not word.isdigit()]) > 1
+    is_cast = shape == written and {read_bytes, written_bytes} == {2, 4}
+    return is_cast and is_matrix and not {"batch", "T", "T+1"} & {*words}
+
+
+def _casts(recipe: Recipe, matmul: Operation, is_row: bool, tensor: int) -> Iterable[Operation]:
+    """The casts before a matmul of a rank: of a layer's input, and of its result's gradient; that
+    of the weight has both already. A tensor group casts what it gathers before it does.
+    """
+    if matmul.form is Form.WEIGHT:
+        return ()
+    rows, inner, _ = matmul.sides
+    is_gathered = is_row is (matmul.form is Form.INPUT)
+    return casts(recipe, matmul.batch * rows * inner // (tensor if is_gathered else 1))
 
 
 def _of_rank(operation: Operation, tensor: int, context: int) -> Operation:
@@ -161,15 +222,34 @@ def _of_rank(operation: Operation, tensor: int, context: int) -> Operation:
     )
 
 
+def _is_of_stream(arguments: Sequence[Any], width: str) -> tuple[bool, bool]:
+    """Whether a matrix of a matmul reads the residual stream, and whether it writes to it."""
+    form, *sides = arguments
+    reads, writes = (sides[_head_side(Form(form), is_row)] for is_row in (True, False))
+    return reads == width, writes == width
+
+
 def _divided(arguments: Sequence[Any], names: Names, tensor: int, is_row: bool) -> list[Any]:
     """The arguments of a matmul of which each rank of a tensor group has a part: of the hidden
-    layer or the vocabulary, or of the heads.
+    layer, the vocabulary or the heads.
     """
     form, *sides, element_bytes, batch = arguments
-    named = [sides.index(name) for name in (D_FF, VOCABULARY) if name in sides]
-    place = named[0] if named else _head_side(Form(form), is_row)
-    sides[place] = str(max(1, names.size(sides[place]) // tensor))
+    if names.size(batch) > 1 and names.size(batch) % tensor == 0:
+        batch = str(names.size(batch) // tensor)
+    else:
+        place = _head_side(Form(form), is_row)
+        sides[place] = str(max(1, names.size(sides[place]) // tensor))
     return [form, *sides, element_bytes, batch]
+
+
+def _of_experts(arguments: Sequence[Any], names: Names, tensor: int, expert: int) -> list[Any]:
+    """The arguments of the matmuls of a rank's experts, which get the tokens of all ranks that
+    divide the experts; a tensor group has divided the tokens before.
+    """
+    form, *sides, element_bytes, batch = arguments
+    tokens = 1 if form == Form.WEIGHT else 0
+    sides[tokens] = f"{sides[tokens]} {expert}"
+    return [form, *sides, element_bytes, str(max(1, names.size(batch) // (expert * tensor)))]
 
 
 class _LayoutTimer:
@@ -178,19 +258,30 @@ class _LayoutTimer:
     def __init__(self, rank: Rank, curves: Curves, links: Links) -> None:
         self._rank, self._layout = rank, rank.layout
         self._curves, self._links = curves, links
-        self._kernels = _kernels(rank.alone, rank.layout.tensor, rank.layout.context, curves)
+        layout = rank.layout
+        of_kernels = Layout(
+            tensor=layout.tensor, context=layout.context, expert=layout.expert, fp8=layout.fp8
+        )
+        self._kernels = _kernels(rank.alone, of_kernels, curves)
+        self._calls_s: dict[CollectiveCall, float] = {}
+        self._kinds = max(rank.stages, key=self._stage_s)
+        """Kinds of the blocks of the slowest stage."""
 
     def time(self) -> LayoutTime:
         """All parts of the step's time."""
-        layout, blocks = self._layout, self._rank.blocks
+        layout = self._layout
         compute_s = sum(self._phases_s().values())
         tensor_s = self._tensor_s()
-        context_s = blocks * self._context_s()
+        context_s = sum(map(self._context_s, self._kinds))
+        expert_s = self._expert_s()
+        if layout.shards_parameters:
+            compute_s += (2 + layout.checkpoint) * self._weight_casts_s()
         data_s, last_s = self._data_s()
-        micro_s = compute_s + tensor_s + context_s + data_s
+        micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
             "tensor": layout.accumulate * tensor_s,
             "context": layout.accumulate * context_s,
+            "expert": layout.accumulate * expert_s,
             "data": layout.accumulate * data_s + last_s,
             "pipeline": self._pipeline_s(),
         }
@@ -204,17 +295,24 @@ class _LayoutTimer:
 
     def _added_up_s(self) -> float:
         """Passes that add the gradients of each micro-batch but the first to those before."""
-        elements = self._rank.elements(is_kept=self._layout.shards_parameters)
+        is_kept = self._layout.shards_parameters
+        elements = self._rank.elements(self._kinds, is_kept=is_kept)
         moved_bytes = 3 * FP32_BYTES * elements
         return (self._layout.accumulate - 1) * self._curves.pass_s(moved_bytes)
 
     def _phases_s(self) -> dict[Phase, float]:
-        """Kernels of a micro-batch on the last stage, which has the head."""
-        kernels, blocks = self._kernels, self._rank.blocks
+        """Kernels of a micro-batch on the slowest stage, which is taken to have the head."""
+        kernels = self._kernels
         return {
-            phase: blocks * kernels.block[phase].step_s + kernels.outside_s[phase]
+            phase: kernels.outside_s[phase]
+            + sum(kernels.blocks[kind][phase].step_s for kind in self._kinds)
             for phase in _PHASES
         }
+
+    def _stage_s(self, kinds: Sequence[int]) -> float:
+        """Kernels of the blocks of a stage in a micro-batch."""
+        blocks = self._kernels.blocks
+        return sum(blocks[kind][phase].step_s for kind in kinds for phase in _PHASES)
 
     # collectives
 
@@ -229,7 +327,7 @@ class _LayoutTimer:
         """Bytes of a micro-batch's input of a block, in the type of matmuls."""
         alone = self._rank.alone
         tokens = alone.batch_size * alone.model.context_length
-        return tokens * alone.model.d_model * factor_bytes(alone.precision)
+        return tokens * self._rank.model.d_model * factor_bytes(alone.precision)
 
     def _tensor_s(self) -> float:
         """All-gathers and reduce-scatters of a tensor group in a micro-batch. Those that gather a
@@ -237,27 +335,53 @@ class _LayoutTimer:
         """
         if self._layout.tensor == 1:
             return 0.0
-        pair_s = sum(
-            self._call_s(kind, self._stream_bytes, "tensor")
-            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        )
+        gathered_bytes: float = self._stream_bytes
+        gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
+        scatter_s = self._call_s(Collective.REDUCE_SCATTER, self._stream_bytes, "tensor")
+        outside_s = gather_s + scatter_s
+        if self._layout.fp8 is not None:  # inputs and gradients are cast before they are gathered
+            gathered_bytes *= FP8_BYTES / factor_bytes(self._rank.alone.precision)
+            gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
+        pair_s = gather_s + scatter_s
         passes = 2 + self._layout.checkpoint
         outside = 2  # around the embedding and the head
-        return pair_s * (self._rank.blocks * TENSOR_CALLS * passes + outside)
+        return pair_s * len(self._kinds) * TENSOR_CALLS * passes + outside * outside_s
 
-    def _context_s(self) -> float:
+    def _expert_s(self) -> float:
+        """All-to-alls of a micro-batch that bring tokens to the ranks of their experts and back, in
+        forward and, with their gradients, in backward.
+        """
+        layout, model = self._layout, self._rank.model
+        if layout.expert == 1:
+            return 0.0
+        # ranks of a tensor group have a part of the tokens each
+        sent_bytes = model.experts_per_token * self._stream_bytes // layout.tensor
+        call = CollectiveCall(Collective.ALL_TO_ALL, sent_bytes)
+        node = self._links.gpus_per_node
+        in_node = layout.neighbours("tensor", node) * layout.neighbours("expert", node)
+        one_s = self._links.call_s(call, layout.expert_ranks, in_node)
+        blocks = sum(self._has_experts(kind) for kind in self._kinds)
+        return EXPERT_CALLS * (2 + layout.checkpoint) * blocks * one_s
+
+    def _has_experts(self, kind: int) -> bool:
+        """Whether a block of this kind has experts that ranks divide."""
+        return any(map(self._rank.has_few, self._rank.block_parameters[kind]))
+
+    def _context_s(self, kind: int) -> float:
         """Keys and values of a block that go round for longer than attention computes, in forward
         and, with their gradients, in backward.
         """
         ranks = self._layout.context
         if ranks == 1:
             return 0.0
-        model = self._rank.config.model
-        keys_bytes = self._stream_bytes * model.kv_width / model.d_model / self._layout.tensor
+        model = self._rank.model
+        keys_bytes = self._stream_bytes / self._layout.tensor
+        if model.num_kv_heads:
+            keys_bytes *= model.num_kv_heads / model.num_heads
         sent_s = self._send_s(2 * keys_bytes, "context")
         exposed_s = 0.0
         for phase, times in ((Phase.FORWARD, 1), (Phase.BACKWARD, 2)):
-            computed_s = self._kernels.block[phase].attention_s / ranks
+            computed_s = self._kernels.blocks[kind][phase].attention_s / ranks
             exposed_s += (ranks - 1) * max(0.0, times * sent_s - computed_s)
         return exposed_s
 
@@ -300,13 +424,22 @@ class _LayoutTimer:
 
     def _group_s(self, call: CollectiveCall) -> float:
         """Seconds of an all-reduce among replicas, or of another collective among shards."""
+        if call not in self._calls_s:
+            self._calls_s[call] = self._computed_group_s(call)
+        return self._calls_s[call]
+
+    def _computed_group_s(self, call: CollectiveCall) -> float:
+        """The same, computed."""
         layout = self._layout
         is_reduce = call.collective is Collective.ALL_REDUCE
         ranks, in_node = layout.data, layout.neighbours("data", self._links.gpus_per_node)
         if not is_reduce:
-            ranks = layout.shards
+            ranks = layout.expert_shards
             in_node = layout.neighbours("shard", self._links.gpus_per_node)
             in_node *= layout.neighbours("context", self._links.gpus_per_node)
+            if not isinstance(call, _OfExperts):
+                ranks = layout.shards
+                in_node *= layout.neighbours("expert", self._links.gpus_per_node)
         return self._links.call_s(call, ranks, min(in_node, ranks))
 
     def _stages(self, gathers: bool, reduces: bool) -> list[Stage]:
@@ -314,52 +447,89 @@ class _LayoutTimer:
         rank = self._rank
         lookups = [one for one in rank.outside_parameters if not one.multiplied_elements]
         heads = [one for one in rank.outside_parameters if one.multiplied_elements]
-        units = [
-            rank.gathered(LOOKUP, lookups),
-            *[rank.gathered("block", rank.block_parameters)] * rank.blocks,
-            rank.gathered("head", heads),
+        of_kinds = [rank.units_of(kind) for kind in range(len(rank.block_parameters))]
+        places: list[Sequence[Unit]] = [
+            [rank.gathered(LOOKUP, lookups)],
+            *(of_kinds[kind] for kind in self._kinds),
+            [rank.gathered("head", heads)],
         ]
         again = gathers and rank.layout.shards_parameters
         stages = []
-        for phase, ordered in ((Phase.FORWARD, units), (Phase.BACKWARD, units[::-1])):
-            for unit in ordered:
-                elements = sum(unit.parts)
-                gathered: tuple[CollectiveCall, ...] = ()
-                if gathers and (phase is Phase.FORWARD or again):
-                    whole_bytes = unit.element_bytes * elements * rank.layout.shards
-                    gathered = (CollectiveCall(Collective.ALL_GATHER, whole_bytes),)
-                sends: tuple[CollectiveCall, ...] = ()
-                if phase is Phase.BACKWARD:
-                    sends = tuple(self._reductions(elements, unit.element_bytes, reduces))
+        for phase, ordered in ((Phase.FORWARD, places), (Phase.BACKWARD, places[::-1])):
+            for units in ordered:
+                gathered: list[CollectiveCall] = []
+                sends: list[CollectiveCall] = []
+                for unit in units:
+                    if gathers and (phase is Phase.FORWARD or again):
+                        gathered += self._gathers(unit)
+                    if phase is Phase.BACKWARD:
+                        sends += self._reductions(unit, reduces)
                 stages.append(
                     Stage(
                         phase=phase,
-                        multiplied_elements=0 if unit.name == LOOKUP else elements,
-                        gathers=gathered,
-                        sends=sends,
+                        multiplied_elements=sum(map(self._multiplied, units)),
+                        gathers=tuple(gathered),
+                        sends=tuple(sends),
                     )
                 )
         return stages
 
-    def _reductions(
-        self, elements: int, element_bytes: int, reduces: bool
-    ) -> Iterable[CollectiveCall]:
-        """The collectives that reduce gradients of so many elements of each shard: FSDP scatters
-        those of each micro-batch, and replicas average once in a step.
+    def _shards(self, unit: Unit) -> int:
+        """Ranks that divide the state of a unit."""
+        return self._layout.expert_shards if unit.name == EXPERTS else self._layout.shards
+
+    def _multiplied(self, unit: Unit) -> int:
+        """Elements of a unit's matrices as often as a token multiplies them on average."""
+        elements = self._shards(unit) * sum(unit.parts)
+        if unit.name == EXPERTS:
+            model = self._rank.model
+            chosen = model.experts_per_token * self._layout.expert_ranks
+            return elements * chosen // model.experts
+        return 0 if unit.name == LOOKUP else elements
+
+    def _gathers(self, unit: Unit) -> Iterable[CollectiveCall]:
+        """The collective that gathers the parameters of a unit."""
+        if (shards := self._shards(unit)) > 1:
+            num_bytes = unit.element_bytes * sum(unit.parts) * shards
+            yield _call_of(unit, Collective.ALL_GATHER, num_bytes)
+
+    def _reductions(self, unit: Unit, reduces: bool) -> Iterable[CollectiveCall]:
+        """The collectives that reduce a unit's gradients: FSDP scatters those of each micro-batch,
+        and replicas average once in a step.
         """
-        layout = self._layout
-        sharded_bytes = element_bytes if layout.stage == 3 else FP32_BYTES
-        if layout.shards > 1 and (reduces or layout.shards_parameters):
-            yield CollectiveCall(
-                Collective.REDUCE_SCATTER, sharded_bytes * elements * layout.shards
-            )
-        if reduces and (layout.data > 1 or layout.shards == 1):
-            yield CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES * elements)
+        layout, elements, shards = self._layout, sum(unit.parts), self._shards(unit)
+        sharded_bytes = unit.element_bytes if layout.stage == 3 else FP32_BYTES
+        if shards > 1 and (reduces or layout.shards_parameters):
+            num_bytes = sharded_bytes * elements * shards
+            yield _call_of(unit, Collective.REDUCE_SCATTER, num_bytes)
+        if reduces and layout.data > 1:
+            yield _call_of(unit, Collective.ALL_REDUCE, FP32_BYTES * elements)
 
     def _optimizer_s(self) -> float:
-        """AdamW's update of what a rank has of the parameters, in one pass."""
-        elements = self._rank.elements(is_kept=self._layout.shards > 1)
-        return interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+        """AdamW's update of what a rank has of the parameters, in one pass, and casts of weights to
+        fp8, which all micro-batches use; weights that are gathered for each are cast there.
+        """
+        elements = self._rank.elements(self._kinds, is_kept=self._layout.shards > 1)
+        update_s = interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+        return update_s if self._layout.shards_parameters else update_s + self._weight_casts_s()
+
+    def _weight_casts_s(self) -> float:
+        """Casts of the weights of a stage's blocks to fp8."""
+        if self._layout.fp8 is None:
+            return 0.0
+        operations = casts(self._layout.fp8, self._rank.linear_elements(self._kinds))
+        return sum(self._curves.pass_s(operation.moved_bytes) for operation in operations)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfExperts(CollectiveCall):
+    """A collective among the ranks that have the same experts."""
+
+
+def _call_of(unit: Unit, collective: Collective, num_bytes: int) -> CollectiveCall:
+    """A collective of a unit's tensors, among the ranks that share them."""
+    make = _OfExperts if unit.name == EXPERTS else CollectiveCall
+    return make(collective, num_bytes)
 
 
 def _head_side(form: Form, is_row: bool) -> int:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from .on_cuda import HALF
 from .tape import Form, Pass
-from .trace import Dispatch, Launcher, StepTrace, tensors_in
+from .trace import BATCH, Dispatch, Launcher, StepTrace, tensors_in
 
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+FAST_ACCUM = 5
+"""Place of use_fast_accum among the arguments of _scaled_mm after the factors."""
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 CUBLASLT_WORKSPACE_BYTES = 2**20
 """PyTorch's default, for products to which a bias is added (aten/src/ATen/cuda/CUDABlas.cpp)."""
@@ -67,9 +69,13 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _scaled_matmul(trace: StepTrace, call: Dispatch) -> None:
-    """Record a matmul in fp8, whose other inputs are scales and a bias."""
-    a, b = call.ins[:2]
-    trace.matmul(_form(a, b), (a.shape[0], a.shape[1], b.shape[1]), a.element_size())
+    """Record a matmul of factors in fp8, which the hardware takes in one layout only; the form says
+    how many bits its sums keep.
+    """
+    a, b, *others = call.args
+    use_fast_accum = len(others) > FAST_ACCUM and others[FAST_ACCUM]
+    form = Form.FORWARD if use_fast_accum else Form.INPUT
+    trace.matmul(form, (a.shape[0], a.shape[1], b.shape[1]), a.element_size())
 
 
 def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
@@ -80,7 +86,7 @@ def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
     form, sides = _form(a, b), [a.shape[-2], a.shape[-1], b.shape[-1]]
     groups = next(len(tensor) for tensor in (b, a, call.outs[0]) if tensor.dim() == 3)
     if a.dim() == b.dim() == 3:
-        trace.matmul(form, sides, a.element_size(), groups)
+        trace.matmul(form, sides, a.element_size(), groups, "experts")
         return
     trace.routing.is_assumed = True
     divided = 1  # in the gradients of weights, the rows of all tokens are the inner side
@@ -88,11 +94,15 @@ def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
         divided = 0 if a.dim() == 2 else 2
     if trace.is_first_forward:
         trace.routing.note_experts(Fraction(sides[divided], groups), b.numel())
-    least, more = divmod(sides[divided], groups)
+    # of a named batch each sequence has as many tokens for each expert, rounded up
+    unit = trace.names.axes.get(BATCH, 1)
+    least, more = divmod(sides[divided] // unit, groups)
+    if unit > 1 and more:
+        least, more = least + 1, 0
     for size, count in ((least, groups - more), (least + 1, more)):
-        sides[divided] = size
+        sides[divided] = unit * size
         if size and count:
-            trace.matmul(form, sides, a.element_size(), count)
+            trace.matmul(form, sides, a.element_size(), count, "experts")
 
 
 def _attention(trace: StepTrace, form: Form, q: Tensor, k: Tensor) -> None:

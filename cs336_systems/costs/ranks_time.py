@@ -57,11 +57,17 @@ class Links:
         """
         if in_node is None:
             in_node = min(ranks, self.gpus_per_node)
-        near_s, nodes = self._in_node_s(call, in_node), ranks // in_node
+        nodes = ranks // in_node
+        if call.collective is Collective.ALL_TO_ALL and nodes > 1:
+            # the part for other ranks of the node
+            call = replace(call, num_bytes=call.num_bytes // nodes)
+        near_s = self._in_node_s(call, in_node)
         if nodes == 1:
             return near_s
         assert self.network_bytes_per_s is not None
         share = sent_share(call.collective, nodes)
+        if call.collective is Collective.ALL_TO_ALL:
+            share *= nodes
         # the ranks of a node share what leaves it in a ring, and each pushes to all others
         if call.collective is Collective.PUSH:
             share *= in_node
@@ -82,12 +88,13 @@ class Links:
         return interpolated(times, call.num_bytes) * share / measured_share
 
     def _times_of(self, kind: Collective) -> Mapping[int, float]:
-        """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter
-        takes half of one.
+        """Times of this kind; if only all-reduces were measured, an all-gather, a reduce-scatter or
+        an all-to-all takes half of one, as each rank sends half as much.
         """
         if self.times.get(kind):
             return self.times[kind]
-        if kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        halves = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+        if kind not in halves:
             return {}
         return {
             num_bytes: time_s / 2

@@ -5,12 +5,13 @@ The parameters, their order and their modules are those of the step's tape.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from ..choices import Shards
 from ..config import Precision, RunConfig
+from .tape import Tape
 from .traces import as_costed, tape_of
 
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -35,6 +36,10 @@ class Parameter:
     modules: tuple[str, ...]
     """The blocks that use it, or modules outside of blocks; mostly one."""
     shape: tuple[int, ...]
+    is_looked_up: bool = False
+    """Whether tokens only look up rows of the matrix."""
+    has_experts: bool = False
+    """Whether the first side has the experts of a block, each of which has its own part."""
 
     @property
     def elements(self) -> int:
@@ -58,20 +63,44 @@ class Parameter:
     @property
     def multiplied_elements(self) -> int:
         """Elements that multiply every token: those of a matrix, unless it is only looked up."""
-        return self.elements if self.is_matrix and self.modules[-1] != LOOKUP else 0
+        return self.elements if self.is_matrix and not self.is_looked_up else 0
 
 
 @lru_cache(maxsize=256)
 def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
     """The parameters of the whole model, in its order."""
     tape = tape_of(plain(config))
-    return tuple(
-        Parameter(
+    stacks = _stacks_of_experts(tape)
+    parameters = []
+    for names, sides in tape.parameters:
+        module = names[0].rpartition(".")[0]
+        shape = tuple(map(tape.names.size, sides))
+        parameter = Parameter(
             modules=tuple(dict.fromkeys(map(_block_or_module, names))),
-            shape=tuple(map(tape.names.size, sides)),
+            shape=shape,
+            has_experts=stacks.get(module) == shape[0] and len(shape) > 1,
         )
-        for names, sides in tape.parameters
-    )
+        parameters.append(parameter)
+    tables = [one for one in parameters if one.is_matrix and not is_block(one.unit)]
+    if config.model_factory is None:
+        looked_up = [one for one in tables if one.modules[-1] == LOOKUP]
+    else:
+        # the last table outside of blocks makes the logits
+        looked_up = tables[:-1]
+    return tuple(replace(one, is_looked_up=one in looked_up) for one in parameters)
+
+
+def _stacks_of_experts(tape: Tape) -> dict[str, int]:
+    """The number of experts of each module that has the matrices of all its experts in one
+    parameter.
+    """
+    counts = {tape.names.size(make[7]) for make in tape.makes if make[1] == "experts"}
+    stacks = {}
+    for names, sides in tape.parameters:
+        experts = tape.names.size(sides[0]) if sides else 0
+        if len(sides) == 3 and experts in counts:
+            stacks[names[0].rpartition(".")[0]] = experts
+    return stacks
 
 
 def plain(config: RunConfig) -> RunConfig:

@@ -56,6 +56,10 @@ class TensorSpec:
     """
 
 
+FP8_BYTES, RESULT_BYTES = 1, 2
+"""Bytes of an element of a factor of a matmul in fp8, and of its result, which is in bf16."""
+
+
 class OperationKind(StrEnum):
     """What an operation does, which decides the ceiling that gives its time."""
 
@@ -69,7 +73,9 @@ class Form(StrEnum):
     """Memory layout of a matmul's factors, or a kernel of fused attention."""
 
     FORWARD = "forward"
-    """x W^T, as in a linear layer: the second factor is transposed."""
+    """x W^T, as in a linear layer: the second factor is transposed. In fp8 all forms are, and this
+    one alone adds up with fewer bits than fp32 has.
+    """
     INPUT = "input"
     """g W, the gradient of a layer's input: no factor is transposed."""
     WEIGHT = "weight"
@@ -270,6 +276,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """Parameters of experts that a token does not choose, if experts were taken to be chosen
     equally often.
     """
+    blocks: list[int] = []
+    """Of the whole model of which the step has a few blocks, the number of each block's kind."""
 
     @cached_property
     def names(self) -> Names:
@@ -389,14 +397,22 @@ class OperationMaker:
         """
         m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         count = self.names.size(batch)
+        factor_bytes = element_bytes * count * (m * k + k * n)
+        result_bytes = max(RESULT_BYTES, element_bytes) * count * m * n
         return Operation(
             kind=OperationKind.MATMUL,
             form=Form(form),
-            moved_bytes=element_bytes * count * (m * k + k * n + m * n),
+            moved_bytes=factor_bytes + result_bytes,
             sides=sides,
             batch=count,
             element_bytes=element_bytes,
         )
+
+    def experts(
+        self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str
+    ) -> Operation:
+        """The matmuls of `batch` experts, each with the tokens that chose it."""
+        return self.matmul(form, rows, inner, columns, element_bytes, batch)
 
     def attention(
         self,

@@ -28,6 +28,8 @@ autograd's.
 Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to
 the byte.
 """
+BATCH = "batch"
+"""The axis of sequences, which a trace of any model can name."""
 SILENT = frozenset(
     [
         "empty",
@@ -400,9 +402,10 @@ class StepTrace:
         return word if node is None else f"{word} of {node.name()}"
 
     def _sizes_of(self, tensor: Tensor) -> str | None:
-        """The sizes of a new tensor as they are, if no names stand for them."""
+        """The sizes of a new tensor one by one, if names stand for none but the batch's."""
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
-        return " ".join(map(str, tensor.shape)) if is_whole and not self.names.axes else None
+        is_own = self.names.axes.keys() <= {BATCH}
+        return " ".join(map(self.names.product, tensor.shape)) if is_whole and is_own else None
 
     def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
         """Know the positions of tokens, which are no data, and refuse those that a table does
@@ -480,14 +483,19 @@ class StepTrace:
             idle_parameters=idle_parameters,
         )
 
-    def matmul(self, form: Form, sides: Sequence[int], element_bytes: int, batch: int = 1) -> None:
-        """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices."""
+    def matmul(
+        self,
+        form: Form,
+        sides: Sequence[int],
+        element_bytes: int,
+        batch: int = 1,
+        make: str = "matmul",
+    ) -> None:
+        """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices; of
+        experts `make` says so.
+        """
         self.launch(
-            "matmul",
-            form,
-            *map(self.names.product, sides),
-            element_bytes,
-            self.names.product(batch),
+            make, form, *map(self.names.product, sides), element_bytes, self.names.product(batch)
         )
         self.claim_workspace("cuBLAS workspace", CUBLAS_WORKSPACE_BYTES)
 

@@ -51,6 +51,10 @@ PRIMES = {
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1
 stay, as views do then.
 """
+BATCH_OF_BLOCKS = 61
+"""Sequences with which blocks of a user's own model are traced: a prime, of which no usual size of
+a model is a multiple.
+"""
 MAX_FLASH_WIDTH = 256
 """Largest width of a head that flash attention takes."""
 WITHOUT_COST = [name for name, setting in SETTINGS.items() if setting.without_cost]
@@ -93,7 +97,10 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """
     config = replace(as_costed(config), device=Device.CUDA).without_graph
     if config.model_factory is not None:
-        return replace(config, compile=CompileMode.NONE), {}
+        config = replace(config, compile=CompileMode.NONE)
+        if not config.blocks:
+            return config, {}
+        return replace(config, batch_size=BATCH_OF_BLOCKS), {"batch": BATCH_OF_BLOCKS}
     model = replace(config.model, rope_theta=1.0)
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)
@@ -146,10 +153,10 @@ def _resized(tape: Tape, sizes: tuple[tuple[str, int], ...]) -> Tape:
 
 
 def has_tape(config: RunConfig) -> bool:
-    """Whether the step is traced, or can be: it is traced now if need be, but for a user's own
-    model (`prepare`).
+    """Whether the step is traced, or can be: it is traced now if need be, but for the whole of a
+    user's own model (`prepare`).
     """
-    if config.model_factory is None:
+    if config.model_factory is None or config.blocks:
         prepare([config])
     return is_at_hand(config)
 

@@ -23,6 +23,7 @@ from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
 from ..costs.traces import Asked, encoded
 from ..costs.tracing import tracing
+from ..model.blocks import keep_kinds
 from ..model.trainable import make_model
 from ..model.user_code import is_our_message, load_factory, told
 from .clock import StepTimes
@@ -57,6 +58,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         patches = _with_chunks if factory is None else _as_of_whole_sequences
         with tracing(axes, OF_FAST) as trace:
             model = make_model(config)
+            kinds = keep_kinds(model, config.blocks) if config.blocks else []
             parameters = _parameters(model, trace)
             # of a user's model the first rank, as a way of the user's may share the optimizer's
             # state otherwise; of ours the one that keeps most
@@ -65,6 +67,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
                 tape = _steps(config, model, trace, rank)
             if factory is not None:
                 tape.places = trace.places
+            tape.blocks = kinds
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -362,10 +365,11 @@ def _skip_all_reduce_of_ddp(step: TrainingStep) -> None:
 @contextmanager
 def _with_chunks(trace: StepTrace) -> Iterator[None]:
     """Let the fast model run without its packages, and its AdamW tell the trace which tensors an
-    update moves: its kernel finds tensors by addresses, so the trace does not see them.
+    update moves: its kernel finds tensors by addresses, so the trace does not see them. The
+    compiler makes one kernel of a maximum and of the arithmetic around it, as for fp8's scales.
     """
     try:
-        from ..model.fast import adamw_kernel, model
+        from ..model.fast import adamw_kernel, fp8, model
     except ImportError:  # without Triton
         yield
         return
@@ -394,8 +398,22 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
 
         def upload(self) -> None: ...
 
+    def largest_of_rows(x: Tensor) -> Tensor:
+        """The largest magnitudes of rows, by one kernel that reads them."""
+        rows = x.new_empty(len(x))
+        trace.moves([x, rows])
+        return rows
+
+    def scale_of(largest: Tensor) -> Tensor:
+        """The scale that these magnitudes give, by one kernel."""
+        scale = largest.new_empty((), dtype=torch.float32)
+        trace.moves([largest, scale])
+        return scale
+
     with (
         mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked),
+        mock.patch.object(fp8, "_largest_of_rows", largest_of_rows),
+        mock.patch.object(fp8, "scale_of", scale_of),
         mock.patch.object(model, "check_device", return_value=None),
     ):
         yield

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,20 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from ..config import CompileMode, LossKind, RunConfig
 from ..ranges import Range
 from .annotate import annotate
+from .blocks import blocks_of
 from .optimizer import make_optimizer
 from .transformer import TransformerLM
 from .user_code import Loss, call_factory, check_logits, load_factory, own_loss, own_optimizer
-
-
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost ModuleLists in the module, such as the blocks of a
-    Transformer.
-    """
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from blocks_of(child)
 
 
 def checkpoint_each_block(model: nn.Module) -> None:

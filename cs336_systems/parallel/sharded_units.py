@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..costs.shards import REST, aligned
 from ..model.annotate import annotate
-from ..model.trainable import blocks_of
+from ..model.blocks import blocks_of
 from ..model.transformer import Embedding
 from .exchange import Exchange, Started
 

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import Mode, Parallel, Precision, RunConfig
+from ..model.blocks import blocks_of
 from ..model.fast.master_adamw import storage_of
 from ..model.fast.model import FastLM
 from ..model.optimizer import make_optimizer
-from ..model.trainable import Trainable, blocks_of
+from ..model.trainable import Trainable
 from ..model.user_code import own_way
 from .collectives import take_from_rank_0
 from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from cs336.config import Arch, Attention, Device, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336.costs.curves import Curves
@@ -16,6 +17,7 @@ from cs336.costs.hardware import find_device
 from cs336.costs.layout import Layout
 from cs336.costs.layout_cost import layout_cost
 from cs336.costs.networks import links_of
+from cs336.costs.recipes import Recipe
 from cs336.costs.time import has_large_matmuls
 from cs336.report.formats import to_csv
 from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
@@ -24,6 +26,8 @@ FORECAST = Path(__file__).parents[2] / "data" / "published" / "forecast"
 GIB = 2**30
 HARDWARE = {"H100 96GB HBM2e 500 W": "H100 80GB HBM3"}
 """Boards without a data sheet here, and the one that is asked in their place."""
+RECIPES = {"fp8": Recipe.TENSOR, "mxfp8": Recipe.MX}
+"""Recipes of rows whose blocks are in fp8; what is said to be fp8 has one scale a tensor."""
 COLUMNS = (
     *("name", "context", "micro_batch", "accumulate", "hardware", "gpus", "precision", "layout"),
     *("published", "foretold", "error_percent", "published_gib", "foretold_gib"),
@@ -43,7 +47,7 @@ def why_not_asked(row: Row) -> str:
     """What of a row layouts do not have; empty if it can be asked."""
     if row["experts"]:
         return "experts"
-    if row["precision"] not in ("bf16", "fp32"):
+    if row["precision"] not in (*RECIPES, "bf16", "fp32"):
         return f"matmuls in {row['precision']}"
     if row["checkpoint"] == "selective":
         return "selective checkpoints"
@@ -71,7 +75,7 @@ def model_of(row: Row) -> ModelConfig:
 
 def layout_of(row: Row) -> Layout:
     """The layout of a row; the ranks that are left of its GPUs are replicas or shards."""
-    numbers = {
+    numbers: dict[str, Any] = {
         "tensor": int(row["tensor"]),
         "pipeline": int(row["pipeline"]),
         "context": int(row["context_parallel"]),
@@ -79,10 +83,11 @@ def layout_of(row: Row) -> Layout:
         "micro_batch": int(row["micro_batch"]),
         "accumulate": int(row["accumulate"]),
         "checkpoint": int(row["checkpoint"] == "full"),
+        "fp8": RECIPES.get(row["precision"]),
     }
-    ways = numbers["tensor"] * numbers["pipeline"] * numbers["context"]
+    ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
     replicas = int(row["gpus"]) // ways
-    if row["shard"] == "optimizer only" or numbers["context"] > 1:
+    if row["shard"] == "optimizer only" or int(row["context_parallel"]) > 1:
         return Layout(**numbers, shard=replicas, stage=1)
     if not row["shard"].isdigit():
         return Layout(**numbers, data=replicas)
@@ -122,7 +127,7 @@ def foretold(row: Row) -> dict[str, object]:
         size="custom",
         model=model_of(row),
         device=Device.CUDA,
-        precision=Precision(row["precision"]),
+        precision=Precision.BF16 if row["precision"] in RECIPES else Precision(row["precision"]),
         optimizer=OptimizerKind.FUSED,
         batch_size=int(row["micro_batch"]),
     )

@@ -88,10 +88,10 @@ def test_activations_of_a_block_are_the_published_ones() -> None:
     model = config.model
     for tensor, micro_batch in ((1, 2), (5, 2), (25, 4)):
         rank = Rank(config=config, layout=Layout(tensor=tensor, micro_batch=micro_batch))
-        memory = StageMemory(rank, is_first=True, is_last=True)
+        memory = StageMemory(rank, rank.stages[0], is_first=True, is_last=True)
         tokens = micro_batch * model.context_length
         of_token = (34 - 2 + 4) * model.d_model + 4 * (4 + model.num_heads)
-        kept = memory.kept_bytes(2) - memory.kept_bytes(1)
+        kept = memory.kept_bytes((0, 0)) - memory.kept_bytes((0,))
         # sizes are rounded up to 512 bytes, and a block keeps 16 tensors
         assert kept == pytest.approx(tokens * of_token / tensor, abs=16 * 512)
 
@@ -151,7 +151,7 @@ def test_a_tensor_rank_multiplies_what_pytorch_s_does(size: str, tensor: int) ->
     rank = Rank(config=config, layout=Layout(tensor=tensor, micro_batch=2))
     matmuls: list[Counter[tuple[int, ...]]] = []
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        keys = rank.step.launches[phase].block
+        keys = rank.steps[0].launches[phase].block
         operations = rank_operations(keys, rank.names, tensor, 1)
         sides = [operation.sides for operation in operations if operation.kind == "matmul"]
         matmuls.append(Counter(tuple(sorted(side)) for side in sides))
@@ -310,9 +310,10 @@ def test_stages_and_shards_of_known_models_add_up_to_their_parameters(
         attention=Attention.SDPA,
     )
     config = run("8B", model=model)
-    whole = Rank(config=config, layout=Layout()).elements(is_kept=False)
+    blocks = (0,) * num_layers
+    whole = Rank(config=config, layout=Layout()).elements(blocks, is_kept=False)
     assert whole == parameters
     vectors = (2 * num_layers + 1) * d_model
     rank = Rank(config=config, layout=Layout(tensor=8, shard=4))
-    assert 8 * (rank.elements(is_kept=False) - vectors) + vectors == parameters
-    assert 32 * (rank.elements(is_kept=True) - vectors) + vectors == parameters
+    assert 8 * (rank.elements(blocks, is_kept=False) - vectors) + vectors == parameters
+    assert 32 * (rank.elements(blocks, is_kept=True) - vectors) + vectors == parameters
