@@ -348,15 +348,20 @@ class Truth:
     def _reasons(self, start: int, end: int, launched: int) -> dict[str, int]:
         launched = min(max(launched, start), end)
         reasons = Counter({QUEUED: end - launched})
-        # a short wait for data in no range is a time in which something was prepared
-        is_short = not self.plan.loader and self.plan.limit != "data"
         for doing in self.recorded.doing:
-            is_unseen = is_short and doing.name == Pause.DATA
-            reasons[Pause.PREPARING if is_unseen else doing.name] += overlap(
-                (doing.start_ns, doing.end_ns), (start, launched)
-            )
+            reason = Pause.PREPARING if self._is_unseen(doing) else doing.name
+            reasons[reason] += overlap((doing.start_ns, doing.end_ns), (start, launched))
         reasons[LAUNCHING] = max(end - start - reasons.total(), 0)
         return dict(+reasons)
+
+    def _is_unseen(self, doing: Span) -> bool:
+        """Whether this is a short wait for data in no range of the file, so a time in which
+        something was prepared.
+        """
+        if doing.name != Pause.DATA or self.plan.limit == "data":
+            return False
+        loaders = [span for span in self.ranges if span.means in (Part.DATA, Pause.RANGE)]
+        return not any(span.start_ns <= doing.start_ns < span.end_ns for span in loaders)
 
     @property
     def gaps_between(self) -> list[Gap]:

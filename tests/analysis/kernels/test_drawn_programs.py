@@ -70,6 +70,9 @@ the device waits outside of the steps, which are pieces of a cut file: seed=7231
 a copy whose call is lost does not put the wait for it in a phase: seed=4, kind="training",
   style="lightning", limit="copies", steps=5, zero_grad="first", dropped="call", cut=(0.0, 0.8),
   is_pageable=True
+a report of nsys shows no loader of PyTorch, so a short wait for data is a late launch: seed=2156,
+  kind="inference", style="torch", is_nsys=True, loader="_MultiProcessing", queue=24,
+  around="epoch 0"
 a kernel without its launch is in no phase: seed=0, kind="training", style="lightning",
   is_nsys=True, steps=2, loader="get_batch", zero_grad="first", devices=2, dropped="call"
 """
