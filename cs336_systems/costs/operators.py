@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from .allocator import round_up
 from .on_cuda import HALF
 from .tape import Form, Pass
 from .trace import BATCH, Dispatch, Launcher, StepTrace, tensors_in
@@ -230,6 +231,24 @@ def _embedding_backward(trace: StepTrace, call: Dispatch) -> None:
     one_pass(trace, call)
 
 
+def _convolution(trace: StepTrace, call: Dispatch) -> None:
+    """Record a convolution with cuDNN's workspace: copies of what it reads and writes, channels
+    last and in half precision a multiple of 8, as on an H200 (cuDNN 9.19). Backward does so twice,
+    one gradient after the other.
+    """
+    copied = call.ins[:3] if "backward" in call.name else [*call.ins[:2], call.outs[0]]
+    if not trace.names.axes:
+        trace.workspace("channels last", str(sum(map(_channels_last_bytes, copied))), 1)
+    one_pass(trace, call)
+
+
+def _channels_last_bytes(tensor: Tensor) -> int:
+    """Bytes of a copy of activations (batch, channels, ...) or of weights, channels last."""
+    multiple = 8 if tensor.dtype in HALF else 1
+    channels = tensor.shape[1]
+    return tensor.nbytes // channels * round_up(channels, multiple)
+
+
 def _loss(trace: StepTrace, call: Dispatch) -> None:
     """Record a loss; one that is reduced makes the losses of all elements first."""
     if call.outs[0].dim() == 0:
@@ -279,6 +298,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "_scaled_dot_product_efficient_attention": _attention_kernel,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    **dict.fromkeys(["convolution", "convolution_backward"], _convolution),
     **dict.fromkeys(["sum", "mean"], _reduction),
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _loss),

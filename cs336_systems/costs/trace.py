@@ -369,7 +369,7 @@ class StepTrace:
         copies = self._copies(ins[: COPIED.get(name, 0)])
         handles = [
             self.tensor(out.untyped_storage(), label, out.element_size(), self._sizes_of(out))
-            for out in outs
+            for out in (reversed(outs) if name == "native_dropout" else outs)  # its mask is first
         ]
         if name == "add" and self.is_engine_calling and not torch.is_grad_enabled():
             self._note_sum(args[0], outs[0])

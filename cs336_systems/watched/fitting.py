@@ -39,6 +39,8 @@ LIMIT_S = 30.0
 """Longest time that all traces of one loop may take."""
 STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
+OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+"""Modules whose operators are cuDNN's."""
 IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
@@ -102,11 +104,10 @@ class Fitting:
 def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
     """The largest batches whose steps fit into what PyTorch's allocator may have.
 
-    The operators of recurrent networks are cuDNN's, and keep what it chooses. So where a model has
-    them, the bytes that were not reached at the failure are left free, and the allocator is to give
-    nothing back to the driver: where it has to, the exact order of all tensors decides what fits.
-    Workspaces of convolutions count as none: PyTorch tries another algorithm where one finds no
-    memory for its workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp).
+    cuDNN chooses its workspaces itself, and tries others where memory does not suffice. So where a
+    model has its operators, the allocator is to give nothing back to the driver: where it has to,
+    the exact order of all tensors decides what fits. What recurrent layers keep is not known; the
+    bytes that were not reached at the failure are left free for it.
     """
     end_s = monotonic() + LIMIT_S
     fits: list[Fit] = []
@@ -119,14 +120,11 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         model = loop.call.model()
-        is_exact = model is None or not any(
-            isinstance(part, nn.RNNBase) for part in model.modules()
-        )
-        if not is_exact:
+        is_recurrent, has_cudnn = _has(model, nn.RNNBase), _has(model, OF_CUDNN)
+        if is_recurrent:
             room_bytes -= unreached_bytes
-            assumptions["what recurrent layers of cuDNN keep is taken for what was not reached"] = (
-                None
-            )
+            taken_for = "what recurrent layers of cuDNN keep is taken for what was not reached"
+            assumptions[taken_for] = None
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
                 tapes = {}
@@ -136,7 +134,7 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
                         loop, batch, limit_s, is_checkpointed=is_checkpointed
                     )
                     assumptions |= dict.fromkeys(taken)
-                batch = _largest(tapes, room_bytes, is_exact=is_exact)
+                batch = _largest(tapes, room_bytes, is_exact=not has_cudnn)
                 fits.append(_fit(tapes, batch, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         reason = str(error)
@@ -147,6 +145,11 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         assumptions=tuple(assumptions),
         reason=reason,
     )
+
+
+def _has(model: nn.Module | None, kinds: tuple[type, ...] | type) -> bool:
+    """Whether a part of the model is of one of these classes."""
+    return model is not None and any(isinstance(part, kinds) for part in model.modules())
 
 
 def _bucket_bytes(model: nn.Module | None) -> int:
