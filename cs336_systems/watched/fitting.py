@@ -105,9 +105,10 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
     """The largest batches whose steps fit into what PyTorch's allocator may have.
 
     cuDNN chooses its workspaces itself, and tries others where memory does not suffice. So where a
-    model has its operators, the allocator is to give nothing back to the driver: where it has to,
-    the exact order of all tensors decides what fits. What recurrent layers keep is not known; the
-    bytes that were not reached at the failure are left free for it.
+    model has its operators, and where checkpoints are the user's to put, the allocator is to give
+    nothing back to the driver: where it has to, the exact order of tensors decides what fits. What
+    recurrent layers keep is not known; the bytes that were not reached at the failure are left free
+    for it.
     """
     end_s = monotonic() + LIMIT_S
     fits: list[Fit] = []
@@ -134,7 +135,8 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
                         loop, batch, limit_s, is_checkpointed=is_checkpointed
                     )
                     assumptions |= dict.fromkeys(taken)
-                batch = _largest(tapes, room_bytes, is_exact=not has_cudnn)
+                is_exact = not (has_cudnn or is_checkpointed)
+                batch = _largest(tapes, room_bytes, is_exact=is_exact)
                 fits.append(_fit(tapes, batch, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         reason = str(error)
