@@ -90,9 +90,22 @@ def _blocks(config: RunConfig) -> Blocks:
 @lru_cache(maxsize=256)
 def block_parameters(config: RunConfig, kind: int) -> tuple[Parameter, ...]:
     """The parameters of a block of this kind."""
-    others = {one.unit for one in parameters_of(of_depth(config, 1))}
-    of_two = parameters_of(of_depth(config, 2, kind))
-    return tuple(one for one in of_two if one.unit not in others)
+    (usual,) = _by_block(of_depth(config, 1))
+    of_two = _by_block(of_depth(config, 2, kind))
+    # blocks are numbered as they come, and either may be the usual one
+    for parameters in of_two:
+        if [one.shape for one in parameters] != [one.shape for one in usual]:
+            return parameters
+    return of_two[-1]
+
+
+def _by_block(config: RunConfig) -> list[tuple[Parameter, ...]]:
+    """The parameters of each block."""
+    blocks: dict[str, list[Parameter]] = {}
+    for parameter in parameters_of(config):
+        if is_block(parameter.unit):
+            blocks.setdefault(parameter.unit, []).append(parameter)
+    return [tuple(parameters) for parameters in blocks.values()]
 
 
 @lru_cache(maxsize=256)

@@ -111,25 +111,35 @@ def _step_by_depth(one: RunConfig, kind: int) -> StepByDepth:
         live_of_block[phase] = Counter(live)
         live_of_block[phase].subtract(live_of_one[phase])
         changes[phase] = _repeated(
-            _changes(shallow, *of_shallow[0]), _changes(deeper, *of_deeper[0])
+            _changes(shallow, *of_shallow[0]), _changes(deeper, *of_deeper[0]), kind
         )
         # of the optimizer one operation updates all parameters, whose time is known by its bytes
         if phase in (Phase.FORWARD, Phase.BACKWARD):
             launches[phase] = _repeated(
-                _launched(shallow, *of_shallow[1]), _launched(deeper, *of_deeper[1])
+                _launched(shallow, *of_shallow[1]), _launched(deeper, *of_deeper[1]), kind
             )
     return StepByDepth(launches, changes, live_of_one, live_of_block)
 
 
-def _repeated(of_one: Sequence[T], of_two: Sequence[T]) -> Repeated[T]:
-    """The list of a model of one block, and the part by which that of two is longer."""
+def _repeated(of_one: Sequence[T], of_two: Sequence[T], kind: int) -> Repeated[T]:
+    """The list of a model of one block, and the part by which that of two is longer. A block of
+    another kind may have parts in several places, as it needs another mask of the whole model.
+    """
     longer = len(of_two) - len(of_one)
     place = 0
     while place < len(of_one) and of_one[place] == of_two[place]:
         place += 1
-    if longer < 0 or list(of_two[place + longer :]) != list(of_one[place:]):
+    if longer >= 0 and list(of_two[place + longer :]) == list(of_one[place:]):
+        return Repeated(tuple(of_one), place, tuple(of_two[place : place + longer]))
+    if not kind:
         raise DepthError("the second block of the model does other things than the first")
-    return Repeated(tuple(of_one), place, tuple(of_two[place : place + longer]))
+    left, more = Counter(of_one[place:]), []
+    for one in of_two[place:]:
+        if left[one]:
+            left[one] -= 1
+        else:
+            more.append(one)
+    return Repeated(tuple(of_one), place, tuple(more))
 
 
 def _live_tensors(tape: Tape) -> list[Counter[TensorKey]]:

@@ -260,7 +260,8 @@ class StageMemory:
     def _walk(self, changes: Iterable[Change], level: int, peak: int) -> tuple[int, int]:
         """Bytes after these changes, and the most so far, from bytes before them."""
         for is_freed, kind in changes:
-            level += -self._size(kind) if is_freed else self._size(kind)
+            size = self._sizes.get(kind) or self._size(kind)
+            level += -size if is_freed else size
             if level > peak:
                 peak = level
         return level, peak

@@ -6,6 +6,7 @@ that go round while attention computes are, as far as attention takes; gathers a
 state run beside kernels, as in `ranks_time`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -120,12 +121,13 @@ def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) ->
     """The time of operations that the host launches and the device runs."""
     call_s = call_time_s(config, curves)
     device_s = host_s = attention_s = 0.0
-    for operation in operations:
+    for operation, count in Counter(operations).items():
         kernel_s = kernel_time(operation, config.precision, curves).time_s
-        device_s += operation.launches * (kernel_s + curves.gap_s)
-        host_s += operation.launches * operation.host_calls * call_s
+        launches = count * operation.launches
+        device_s += launches * (kernel_s + curves.gap_s)
+        host_s += launches * operation.host_calls * call_s
         if operation.kind is OperationKind.ATTENTION:
-            attention_s += operation.launches * kernel_s
+            attention_s += launches * kernel_s
     return _Work(max(device_s, host_s), attention_s)
 
 
@@ -149,6 +151,7 @@ def rank_operations(
     """
     operations: list[Operation] = []
     maker = OperationMaker(names)
+    made: dict[Any, tuple[Operation, Operation]] = {}
     is_after_attention = is_forward = is_row = False
     is_new = True
     for views, make, *arguments in keys:
@@ -172,15 +175,19 @@ def rank_operations(
                 is_after_attention &= not writes
             if tensor > 1:
                 arguments = _divided(arguments, names, tensor, is_row)
-        operation = replace(getattr(maker, make)(*arguments), views=views)
-        if recipe is not None and takes_fp8(operation):
-            is_forward_matmul = operation.form is Form.FORWARD
+        key = (views, make, *arguments)
+        if key not in made:
+            whole = replace(getattr(maker, make)(*arguments), views=views)
+            in_recipe = in_fp8(whole) if recipe is not None and takes_fp8(whole) else whole
+            made[key] = whole, _of_rank(in_recipe, tensor, context)
+        whole, operation = made[key]
+        if recipe is not None and takes_fp8(whole):
+            is_forward_matmul = whole.form is Form.FORWARD
             if is_row or is_new or not is_forward_matmul:
-                operations += _casts(recipe, operation, is_row, tensor)
+                operations += _casts(recipe, whole, is_row, tensor)
             # matmuls that make heads, or hidden activations, of one input follow each other
             is_new = is_row or not is_forward_matmul
-            operation = in_fp8(operation)
-        operations.append(_of_rank(operation, tensor, context))
+        operations.append(operation)
     return operations
 
 

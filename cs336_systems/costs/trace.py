@@ -386,11 +386,8 @@ class StepTrace:
         copies = []
         for tensor in tensors:
             if not tensor.is_contiguous():
-                copies.append(
-                    self.add(
-                        Category.TEMPORARIES, "contiguous copy", 0, *reversed(self.moved(tensor))
-                    )
-                )
+                shape, width = self.moved(tensor)
+                copies.append(self.add(Category.TEMPORARIES, "contiguous copy", 0, width, shape))
         return copies
 
     def _label(self, name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config import MAX_MEASURED_RANKS, SIZES, Parallel, RunConfig
+from ...costs.blocks import blocks_of_model
 from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
@@ -40,6 +41,8 @@ PARTS = {
 def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     """Whether the training fits, how long it takes, how much it costs, and on what this stands."""
     training, best = plan.training, plan.best
+    if (sizes := _parameters(plan)) is not None:
+        yield sizes
     memory_gib = training.memory_bytes / GIB
     if best is None:
         yield _why_it_does_not_fit(plan)
@@ -84,6 +87,19 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
 def _to_three(value: float) -> str:
     """The value to three digits, as more are not known: 72,800 instead of 72,802."""
     return significant(float(f"{value:.3g}"), 3)
+
+
+def _parameters(plan: TrainingPlan) -> str | None:
+    """How many parameters a model of one's own has, and how many a token multiplies; None of this
+    project's, whose size says so.
+    """
+    if plan.training.config.model_factory is None or plan.smallest is None:
+        return None
+    model = blocks_of_model(plan.training.config)
+    active = ""
+    if model.active_parameters < model.parameters:
+        active = f", of which a token multiplies {model.active_parameters:,}"
+    return f"Parameters: {model.parameters:,}{active}."
 
 
 def _gpus_in_days(plan: TrainingPlan) -> str:
