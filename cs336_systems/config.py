@@ -985,9 +985,10 @@ class RunConfig:
                 f"{self.warmup_steps + self.measured_steps}"
             )
         tokens = self.batch_size * self.model.context_length
-        elements = tokens * max(
-            self.model.vocab_size, self.model.num_heads * self.model.context_length, self.model.d_ff
-        )
+        widths = [self.model.vocab_size, self.model.d_ff]
+        if self.model.attention is Attention.NAIVE:  # fused attention keeps no scores
+            widths.append(self.model.num_heads * self.model.context_length)
+        elements = tokens * max(widths)
         if elements > MAX_ELEMENTS:
             raise ValueError(
                 f"one tensor of the step would hold {elements:.1e} elements, more than "

@@ -25,9 +25,8 @@ from cs336.config import (
 )
 from cs336.costs import traces
 from cs336.costs.depth import of_depth
-from cs336.costs.memory import is_predictable
+from cs336.costs.memory import is_fast_step, is_predictable
 from cs336.costs.shards import plain
-from cs336.costs.time import is_fast_step
 from cs336.model.fast.choose import fastest
 from cs336.record import load_records
 from tests.committed import committed_runs
@@ -70,6 +69,7 @@ def shipped() -> Iterator[RunConfig]:
         fast = fastest(on_gpu(size), "NVIDIA H100", lambda _: False)
         yield from (
             fast,
+            replace(fast, fp8=True, fused_activations=False),
             fast.without_shortcuts,
             replace(fast.without_shortcuts, checkpoint_blocks=1),
         )

@@ -29,7 +29,7 @@ from ..studies.ceilings_files import (
 )
 from ..text import print_aside
 from . import flags
-from .configure import checked_factory, make_config, one_precision
+from .configure import NamedGpu, checked_factory, make_config, make_fast_config, one_precision
 from .machine import first_gpu
 from .outcome import OK, UsageError, checked, show
 
@@ -99,6 +99,7 @@ class ForecastArguments(flags.OutputArguments):
     "mode",
     "precision",
     "optimizer",
+    "fp8",
     "checkpoint_blocks",
     "parallel",
     "ranks",
@@ -111,13 +112,18 @@ class AccountArguments(flags.Flags, ForecastArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
-    The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch.
+    The numbers are those of an eager step on a GPU, or of one with --fast; computing them needs no
+    GPU, and torch only for steps whose trace does not come with the program.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
     """
 
     mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
+    fast: flags.Switch = False
+    """The same step in the fastest way known for the GPU, in bf16; with --fp8, linear layers of
+    blocks in fp8. Checkpoints are those that are asked for.
+    """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
     fit: flags.Switch = False
     """Say the largest batch, and the longest context, that fit."""
@@ -134,14 +140,19 @@ class AccountArguments(flags.Flags, ForecastArguments):
     json: flags.Switch = False
     """Print JSON instead of tables."""
 
-    def config(self) -> RunConfig:
-        """The configuration of these flags; raise ValueError for flags that contradict each
-        other.
+    def config(self, gpu_name: str | None = None) -> RunConfig:
+        """The configuration of these flags on the GPU of this name; raise ValueError for flags
+        that contradict each other.
         """
         precision = one_precision(self.precision, self.mixed_precision)
         given = self.given()
         settings = {"size": "small"} | given | {"precision": precision}
-        return checked_factory(make_config(Device.CUDA, **settings), given)
+        if self.fast:
+            asked = {name: settings[name] for name in given}
+            config = make_fast_config(Device.CUDA, asked, NamedGpu(gpu_name), **settings)
+        else:
+            config = make_config(Device.CUDA, **settings)
+        return checked_factory(config, given)
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
@@ -225,7 +236,7 @@ def run(arguments: AccountArguments) -> int:
     checked(arguments.check)
     ceilings = checked(arguments.known_ceilings)
     name, device = checked(arguments.machine, ceilings)
-    config = checked(arguments.config)
+    config = checked(arguments.config, name)
     memory_bytes = checked(arguments.memory_bytes, name, device)
     require_tapes(config)
     if config.model_factory is not None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import (
     MAX_MEASURED_RANKS,
@@ -230,13 +230,29 @@ choose first.
 """
 
 
+class NamedGpu(NamedTuple):
+    """A GPU that need not be here, and its memory, if checkpoints are to be chosen by it."""
+
+    name: str | None
+    memory_bytes: int | None = None
+
+
+def gpu_here() -> NamedGpu:
+    """This machine's first GPU; without a name if there is none."""
+    gpu = first_gpu()
+    if gpu is None:
+        return NamedGpu(None)
+    return NamedGpu(gpu.name, gpu.usable_bytes or gpu.memory_bytes)
+
+
 def make_fast_config(
     device: Device,
     asked: Mapping[str, Any],
+    meant: NamedGpu | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> RunConfig:
-    """The configuration of these settings in the fastest way known for this machine's device
-    (--fast).
+    """The configuration of these settings in the fastest way known (--fast) for the GPU that is
+    meant, by default this machine's.
 
     `asked` are the settings that the user gave. Raises ValueError for one that cannot be combined
     with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given,
@@ -249,8 +265,11 @@ def make_fast_config(
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
     if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
         first.setdefault("attention", Attention.SDPA)
-    gpu = first_gpu() if device is Device.CUDA else None
-    fast = fastest(make_config(device, **first), None if gpu is None else gpu.name)
+    if device is not Device.CUDA:
+        meant = NamedGpu(None)
+    elif meant is None:
+        meant = gpu_here()
+    fast = fastest(make_config(device, **first), meant.name)
     for name, (_, setting) in SETTING_FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
@@ -265,10 +284,9 @@ def make_fast_config(
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)
-    memory_bytes = None if gpu is None else gpu.usable_bytes or gpu.memory_bytes
-    if memory_bytes is None or "checkpoint_blocks" in asked:
+    if meant.memory_bytes is None or "checkpoint_blocks" in asked:
         return fast
-    return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
+    return with_checkpoints(fast, meant.memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
 
 
 def explain_fast(configs: Iterable[RunConfig]) -> None:

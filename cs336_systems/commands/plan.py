@@ -8,12 +8,15 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
+from ..costs.curves import Curves
 from ..costs.depth import of_depth
 from ..costs.derivation import Sizes
 from ..costs.hardware import DeviceSpec, devices_called
+from ..costs.kernels import ProductPrecision
 from ..costs.layout_cost import why_refused, why_unknown
 from ..costs.networks import links_of
 from ..costs.ranks_time import Links
+from ..costs.recipes import Recipe
 from ..costs.shards import FP32_BYTES, factor_bytes
 from ..costs.traces import one_tracer, require_tape
 from ..costs.training import Training, plan_training
@@ -96,6 +99,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
         float | None, flags.unset("GB/S", "measured, or else by the data sheet")
     ] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
+    fp8: Annotated[Recipe | None, flags.unset("{tensor,blocks,mx}", "bf16")] = None
+    """Compute the linear layers of blocks in fp8, with one scale for each tensor (of this step, not
+    of earlier ones), for 128 elements or squares of a weight, or for 32 elements (MXFP8, from
+    Blackwell on).
+    """
     model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False
     """Instead, say what ranks compute and send on paper: expressions beside their numbers, for a
@@ -235,13 +243,18 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
     curves = curves_meant(name, device, of_depth(config, 1), ceilings)
     if curves is None or config.precision not in curves.matmuls:
         raise ValueError(f"nothing is known of {name} at {config.precision}")
+    multiplied = ProductPrecision(config.precision if arguments.fp8 is None else "fp8")
     memory_bytes = None if device is None else device.memory_bytes
     if arguments.budget_gib is not None:
         memory_bytes = round(arguments.budget_gib * GIB)
     if memory_bytes is None:
         raise ValueError(f"no data sheet says how much memory {name} has: give --budget-gib")
+    recipe = arguments.fp8
+    if recipe is not None and (reason := _why_no_fp8(recipe, config, name, device, curves)):
+        raise ValueError(f"--fp8 {recipe}: {reason}")
     return Training(
         config=config,
+        recipe=recipe,
         gpus=count,
         device_name=name,
         sequences=arguments.sequences(config.model.context_length),
@@ -249,11 +262,24 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
         price=arguments.price,
         days=arguments.days,
         memory_bytes=memory_bytes,
-        peak_flops_per_s=None if device is None else device.peak_flops_per_s.get(config.precision),
+        peak_flops_per_s=None if device is None else device.peak(multiplied),
         curves=curves,
         links=links,
         link_source=link_source,
     )
+
+
+def _why_no_fp8(
+    recipe: Recipe, config: RunConfig, name: str, device: DeviceSpec | None, curves: Curves
+) -> str:
+    """Why such a step is not foretold in fp8; empty if it is."""
+    if config.precision is not Precision.BF16:
+        return f"all but the matmuls is in bf16, got --precision {config.precision}"
+    if ProductPrecision.FP8 not in curves.matmuls:
+        return f"{name} has no matmuls in fp8 by its data sheet, and none was measured"
+    if recipe is Recipe.MX and not (device and device.has_mx):
+        return f"{name} has no matmuls with scales of 32 elements: use tensor or blocks"
+    return ""
 
 
 @one_tracer()

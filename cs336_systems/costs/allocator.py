@@ -26,19 +26,56 @@ ADDRESS_MASK = 2**ADDRESS_BITS - 1
 """Addresses are below this number of ROUND_BYTES, 128 PiB: segments of a step that fits no GPU
 get addresses too.
 """
+UNITS_OF_PAGE = SMALL_SEGMENT_BYTES // ROUND_BYTES + 1
+AREA_PAGES = 16
+"""Pages of 2 MiB of which the driver reserves a multiple at once."""
 
 
 class OutOfMemoryError(Exception):
     """The simulated device has no room for the segment that a request needs."""
 
 
+class Addresses:
+    """The addresses that the driver gives to segments, in units of ROUND_BYTES.
+
+    As seen on an H200: it reserves areas of 32 MiB or multiples, each below the ones before, and
+    puts a segment into the lowest gap that is large enough. After each 2 MiB of the driver's there
+    is a unit that nothing has here, so that no segments are neighbours.
+    """
+
+    def __init__(self) -> None:
+        self._lowest = ADDRESS_MASK // UNITS_OF_PAGE
+        """Where the areas begin, in pages of 2 MiB."""
+        self._gaps: list[tuple[int, int]] = []
+        """Where each gap begins, and the pages of it."""
+
+    def take(self, size_bytes: int) -> int:
+        """Where a segment of this size is put, which is a multiple of 2 MiB."""
+        pages = size_bytes // SMALL_SEGMENT_BYTES
+        for gap in self._gaps:
+            begin, free = gap
+            if free >= pages:
+                self._gaps.remove(gap)
+                break
+        else:
+            free = round_up(pages, AREA_PAGES)
+            begin = self._lowest = self._lowest - free
+        if free > pages:
+            insort(self._gaps, (begin + pages, free - pages))
+        return begin * UNITS_OF_PAGE
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """Take back a segment, whose addresses are a gap now."""
+        insort(self._gaps, (address // UNITS_OF_PAGE, size_bytes // SMALL_SEGMENT_BYTES))
+
+
 class CachingAllocator:
     """Places tensors as PyTorch does with default settings: best fit, blocks split and merged, free
     segments kept.
 
-    Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses
-    grow with time here, so of two free blocks of one size the one in the older segment is taken;
-    the driver may order them differently.
+    Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Of two free
+    blocks of one size, the one at the lower address is taken, so the driver's addresses matter
+    (`Addresses`).
     """
 
     def __init__(self, capacity_bytes: float = inf) -> None:
@@ -64,7 +101,7 @@ class CachingAllocator:
         """Where each free block begins, by its end."""
         self._segments: dict[int, int] = {}
         """Where each segment ends, by its address."""
-        self._next_address = 0
+        self._driver = Addresses()
 
     def replay(
         self, events: Iterable[int], kinds: Sequence[int], requests: Sequence[tuple[int, str]]
@@ -139,9 +176,8 @@ class CachingAllocator:
         if self.reserved_bytes + segment_bytes > self.capacity_bytes:
             raise OutOfMemoryError
         self.reserved_bytes += segment_bytes
-        address = self._next_address
+        address = self._driver.take(segment_bytes)
         self._segments[address] = end = address + segment_bytes // ROUND_BYTES
-        self._next_address = end + 1
         return address, end
 
     def _release_free_segments(self) -> None:
@@ -155,6 +191,7 @@ class CachingAllocator:
                     free.remove(block)
                     del self._segments[address], self._starts[self._ends.pop(address)]
                     self.reserved_bytes -= ROUND_BYTES * size
+                    self._driver.give_back(address, ROUND_BYTES * size)
 
 
 def round_up(size_bytes: int, step_bytes: int) -> int:

@@ -8,13 +8,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 
-from ..config import Precision
+from ..config import FP8_MULTIPLE
 from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
-from .kernels import KernelModel, KernelTime, Matmul, Rates, transferred
+from .kernels import (
+    FACTOR_BYTES,
+    KernelModel,
+    KernelTime,
+    Matmul,
+    MatmulPrecision,
+    ProductPrecision,
+    Rates,
+    transferred,
+)
 from .tape import MATMULS_OF, Form, Pass
 
-ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
 FASTER_LAUNCHES, SLOWER_LAUNCHES = 1.4, 1.8
 """Nine of ten steps are launched by calls between the measured time divided by the first and
 multiplied by the second: hosts of equal GPUs differ by so much, and one host from minute to minute
@@ -31,7 +39,7 @@ class Curves:
     hashable as cache keys.
     """
 
-    matmuls: Mapping[Precision, tuple[Matmul, ...]]
+    matmuls: Mapping[MatmulPrecision, tuple[Matmul, ...]]
     copies: Mapping[int, float]
     """Times of copies by the bytes that they read and write."""
     adamw: Mapping[int, float]
@@ -62,6 +70,8 @@ class Curves:
     """
     is_measured: bool = True
     """Whether they were measured, and not computed from the device's data sheet."""
+    has_fp8: bool = True
+    """Whether matmuls in fp8, if there are any, were measured, and not computed from bf16 ones."""
     is_in_doubt: bool = False
     """Whether so many of the times are in doubt that what is predicted from them is too."""
     is_shipped: bool = False
@@ -80,7 +90,7 @@ class Curves:
 
     def matmul_time(
         self,
-        precision: Precision,
+        precision: MatmulPrecision,
         rows: int,
         inner: int,
         columns: int,
@@ -96,13 +106,19 @@ class Curves:
         return None if model is None else model.time(form, (batch, rows, inner, columns))
 
     def has_matmul(
-        self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int
+        self,
+        precision: MatmulPrecision,
+        rows: int,
+        inner: int,
+        columns: int,
+        form: Form,
+        batch: int,
     ) -> bool:
         """Whether this very matmul was measured."""
         model = kernel_model(self, precision)
         return model is not None and model.has(form, (batch, rows, inner, columns))
 
-    def rates(self, precision: Precision) -> Rates | None:
+    def rates(self, precision: MatmulPrecision) -> Rates | None:
         """What the model of kernels knows of the device; None without matmuls at this precision."""
         matmuls = self.matmuls.get(precision, ())
         rates = [matmul.flops_per_s for matmul in matmuls if matmul.form not in MATMULS_OF]
@@ -113,10 +129,10 @@ class Curves:
             flops_per_s=max(rates),
             bytes_per_s=max(num_bytes / time_s for num_bytes, time_s in self.copies.items()),
             kernel_s=self.kernel_s,
-            element_bytes=ELEMENT_BYTES[precision],
+            element_bytes=FACTOR_BYTES[precision],
         )
 
-    def without(self, precision: Precision, products: Set[tuple[int, int, int]]) -> "Curves":
+    def without(self, precision: MatmulPrecision, products: Set[tuple[int, int, int]]) -> "Curves":
         """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had
         been measured.
 
@@ -137,7 +153,7 @@ class Curves:
 
 
 @lru_cache(maxsize=256)
-def kernel_model(curves: Curves, precision: Precision) -> KernelModel | None:
+def kernel_model(curves: Curves, precision: MatmulPrecision) -> KernelModel | None:
     """The model of the device's matmuls and attention; None without matmuls at this precision."""
     rates = curves.rates(precision)
     return None if rates is None else KernelModel(rates, curves.matmuls[precision])
@@ -176,6 +192,33 @@ def time_s(
     )
 
 
+def with_fp8(curves: Curves, device: DeviceSpec | None) -> Curves:
+    """The curves with matmuls in fp8 where none was measured: as efficient as those in bf16 at the
+    peaks of the device's data sheet. Unchanged if it has no such peaks.
+    """
+    fp8, bf16 = ProductPrecision.FP8, ProductPrecision.BF16
+    if device is None or curves.matmuls.get(fp8):
+        return curves
+    rates, peak, reference = curves.rates(bf16), device.peak(fp8), device.peak(bf16)
+    if rates is None or peak is None or reference is None:
+        return curves
+    like = replace(
+        rates, flops_per_s=rates.flops_per_s * peak / reference, element_bytes=FACTOR_BYTES[fp8]
+    )
+    linear = [
+        matmul
+        for matmul in curves.matmuls[bf16]
+        if matmul.form not in MATMULS_OF and matmul.batch == 1 and is_for_fp8(matmul)
+    ]
+    matmuls = {**curves.matmuls, fp8: transferred(linear, rates, like)}
+    return replace(curves, matmuls=matmuls, has_fp8=False)
+
+
+def is_for_fp8(matmul: Matmul) -> bool:
+    """Whether hardware multiplies matrices of these sides in fp8."""
+    return matmul.inner % FP8_MULTIPLE == 0 and matmul.columns % FP8_MULTIPLE == 0
+
+
 def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -> Curves:
     """Times of a device that reaches as much of its data sheet as the one that was measured.
 
@@ -187,10 +230,11 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
         how: {num_bytes: by_memory * time_s for num_bytes, time_s in times_s.items()}
         for how, times_s in curves.passes.items()
     }
-    matmuls = {}
-    for precision, peak in target.peak_flops_per_s.items():
-        rates, reference = curves.rates(precision), source.peak_flops_per_s.get(precision)
-        if rates is not None and reference is not None:
+    matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}
+    for precision in ProductPrecision:
+        rates = curves.rates(precision)
+        peak, reference = target.peak(precision), source.peak(precision)
+        if rates is not None and peak is not None and reference is not None:
             like = replace(
                 rates,
                 flops_per_s=rates.flops_per_s * peak / reference,
@@ -207,4 +251,5 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
         collectives={},
         multiprocessors=target.multiprocessors,
         is_measured=False,
+        is_shipped=False,
     )

@@ -10,7 +10,7 @@ from sys import maxsize
 from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
-from .memory import is_predictable, placed, predict_memory
+from .memory import is_predictable, is_predictable_fast, placed, predict_memory
 from .shards import FP32_BYTES
 from .tape import Tape, interpolated
 from .traces import tape_of, trace_missing
@@ -25,6 +25,8 @@ MAX_GROWTH = 8
 """Most by which a step is larger than the largest that was traced, when the search for the
 largest goes on.
 """
+FURTHER = 4
+"""Numbers beyond the first that does not fit that are tried too."""
 INTERPOLATED = 12
 """Number of traced steps after which the search no longer interpolates between them, as the model's
 tensors do not grow evenly.
@@ -88,7 +90,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     leave. As PyTorch's does, it releases cached segments before it fails. So the answer includes
     fragmentation and needs no margin.
     """
-    if not is_predictable(config):
+    if not (is_predictable(config) or is_predictable_fast(config)):
         return None
     return _fits(tape_of(config), memory_bytes - outside_bytes(config))
 
@@ -155,7 +157,11 @@ def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
 
 
 def last_number(has_room: Callable[[int], bool]) -> int:
-    """The last number that has room, found by doubling and bisection; 0 if 1 has none."""
+    """The last number that has room, found by doubling and bisection, or one of the next few; 0 if
+    1 has none.
+
+    More may fit where less does not, because tensors of other sizes leave other gaps.
+    """
     below, above = 0, 1
     while has_room(above):
         below, above = above, 2 * above
@@ -165,6 +171,9 @@ def last_number(has_room: Callable[[int], bool]) -> int:
             below = middle
         else:
             above = middle
+    if below:
+        further = range(below + 2, below + 2 + FURTHER)
+        below = max([below, *filter(has_room, further)])
     return below
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Precision
+from .kernels import MatmulPrecision, ProductPrecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class DeviceSpec:
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or
     uncertain.
     """
+    has_mx: bool = False
+    """Whether matmuls read scales of 32 elements each (MXFP8)."""
     link_bytes_per_s: float | None = None
     """Rate at which a GPU sends to others of its node, through NVLink, Infinity Fabric or, without
     them, PCIe: half of the data sheet's figure of both directions. None if boards differ in their
@@ -46,6 +49,12 @@ class DeviceSpec:
     """Memory, with 2^30 bytes for each GB of the data sheet; None if devices of these names
     differ in it.
     """
+
+    def peak(self, precision: MatmulPrecision) -> float | None:
+        """Peak of matmuls with factors of this precision; None: unsupported or uncertain."""
+        if precision == ProductPrecision.FP8:
+            return self.fp8_peak_flops_per_s
+        return self.peak_flops_per_s.get(Precision(precision))
 
 
 DATA_SHEETS = Path(__file__).with_name("data_sheets.csv")
@@ -71,6 +80,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         multiprocessors=int(row["multiprocessors"] or 1),
         source=row["source"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
+        has_mx=bool(row["mx"]),
         link_bytes_per_s=figure("link_gb_per_s", 1e9 / 2),
         gpus_per_node=int(row["node"]) if row["node"] else None,
         network=row["network"] or None,

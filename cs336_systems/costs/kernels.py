@@ -12,13 +12,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from itertools import product
 from math import ceil, exp, inf, log2
 from statistics import median
 from typing import NamedTuple
 
-from .tape import MATMULS_OF, Form
+from ..config import Precision
+from .tape import FP8_BYTES, MATMULS_OF, RESULT_BYTES, Form
 
 ALIGNED_BYTES = 16
 """Rows of a matrix whose length is no multiple of this keep cuBLAS from its fast kernels (NVIDIA's
@@ -62,6 +64,29 @@ FEW = 3
 """Fewer measured kernels than this do not tell how far the model is off."""
 UNKNOWN_WITHIN = 0.2
 """How far it is taken to be off then, in powers of 2."""
+
+
+class ProductPrecision(StrEnum):
+    """Data type of the factors of a matmul. Sums are in fp32; fp8 is e4m3 with one scale for
+    each matrix.
+    """
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+
+MatmulPrecision = Precision | ProductPrecision
+"""Equal names are equal keys: fp8 is a precision of matmuls, and not of a whole step."""
+FACTOR_BYTES: dict[MatmulPrecision, int] = {
+    ProductPrecision.FP32: 4,
+    ProductPrecision.TF32: 4,
+    ProductPrecision.BF16: 2,
+    ProductPrecision.FP16: 2,
+    ProductPrecision.FP8: FP8_BYTES,
+}
 
 
 class KernelClass(NamedTuple):
@@ -123,6 +148,12 @@ class Rates:
     kernel_s: float
     """Time of an empty kernel."""
     element_bytes: int
+    """Bytes of an element of both factors."""
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of an element of the result; that of an fp8 matmul is in bf16."""
+        return max(RESULT_BYTES, self.element_bytes)
 
     def class_of(self, form: Form | None, shape: tuple[int, int, int, int]) -> KernelClass:
         """The class of a kernel, given batch, rows, inner side and columns."""
@@ -143,8 +174,9 @@ class Rates:
         batch, rows, inner, columns = shape
         if form in MATMULS_OF:
             return self._attention_s(form, batch, rows, inner)
-        elements = batch * (rows * inner + inner * columns + rows * columns)
-        memory_s = elements * self.element_bytes / (MEMORY_SHARE * self.bytes_per_s)
+        moved_bytes = batch * self.element_bytes * (rows * inner + inner * columns)
+        moved_bytes += batch * self.result_bytes * rows * columns
+        memory_s = moved_bytes / (MEMORY_SHARE * self.bytes_per_s)
         compute_s = min(self._tiled_s(shape, tile) for tile in TILES)
         longer_s: float = (compute_s**SHARPNESS + memory_s**SHARPNESS) ** (1 / SHARPNESS)
         return longer_s + EMPTY_KERNELS * self.kernel_s

@@ -12,6 +12,7 @@ from math import gcd, prod
 from ..config import RunConfig
 from .blocks import blocks_of_model
 from .ranks_time import Links
+from .recipes import Recipe
 
 AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
 """The ways to share a step, those first whose ranks are neighbours."""
@@ -57,11 +58,13 @@ class Layout:
     """Micro-batches of a step, one after the other."""
     checkpoint: int = 0
     """1: each block keeps its input only, and backward computes the rest again; 0: all is kept."""
+    fp8: Recipe | None = None
+    """How linear layers of blocks are computed in fp8; None: in the precision of the step."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that are no layout."""
         for one in fields(self):
-            if one.name != "checkpoint" and getattr(self, one.name) < 1:
+            if one.name not in ("checkpoint", "fp8") and getattr(self, one.name) < 1:
                 raise ValueError(f"{one.name} must be at least 1, got {getattr(self, one.name)}")
         if self.stage > 3 or self.checkpoint not in (0, 1):
             raise ValueError(
@@ -149,7 +152,8 @@ class Layout:
                 words.append(f"{names[axis]} {ranks}")
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks")
-        return " x ".join(words) or "one GPU"
+        label = " x ".join(words) or "one GPU"
+        return label if self.fp8 is None else f"{label}, fp8 by {self.fp8}"
 
 
 def misfit(config: RunConfig, layout: Layout) -> str:
@@ -168,7 +172,10 @@ def misfit(config: RunConfig, layout: Layout) -> str:
         return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
     parts = layout.pipeline * layout.chunks
     most = 0.0 if config.model_factory is None else MOST_UNEVEN
-    if uneven_blocks(len(model.kinds), parts) > most:
+    # the embedding and the head may stand for a layer each, so that the first part and the last
+    # have one less (Megatron-LM's account-for-embedding-in-pipeline-split)
+    has_ends = (len(model.kinds) + 2) % parts == 0
+    if uneven_blocks(len(model.kinds), parts) > most and not has_ends:
         return f"{layout.pipeline} stages of {layout.chunks} chunks do not divide the layers"
     if layout.chunks > 1 and layout.accumulate % layout.pipeline:
         return "interleaved stages need micro-batches that are a multiple of them"

@@ -15,6 +15,7 @@ from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameter
 from .depth import Change, StepByDepth, of_depth, step_by_depth
 from .layout import Layout
 from .memory import rounded_bytes
+from .recipes import cast_bytes
 from .shards import FP32_BYTES, LOOKUP, REST, Parameter, Unit, factor_bytes
 from .tape import Category, Names, TensorKey
 from .traces import axes
@@ -145,6 +146,13 @@ class Rank:
         of_kinds = [sum(map(of, parameters)) for parameters in self.block_parameters]
         return sum(of_kinds[kind] for kind in kinds) + sum(outside)
 
+    def linear_elements(self, kinds: Iterable[int]) -> int:
+        """Elements of the matrices of a stage's blocks of these kinds."""
+        of_kinds = []
+        for parameters in self.block_parameters:
+            of_kinds.append(sum(one.elements for one in parameters if one.is_matrix))
+        return sum(of_kinds[kind] for kind in kinds)
+
     def has_few(self, parameter: Parameter) -> bool:
         """Whether the parameter has experts, of which this rank has a part."""
         return parameter.has_experts and self.layout.expert > 1
@@ -239,7 +247,7 @@ class StageMemory:
                 peak = max(peak, level + highest)
                 level += more
             _, peak = self._walk(changes.of_one[changes.place :], level, peak)
-        return peak + self._more_bytes + self._in_flight_bytes()
+        return peak + self._more_bytes + self._in_flight_bytes() + self._fp8_bytes()
 
     def _live(self, phase: Phase, kinds: Iterable[int]) -> Counter[TensorKey]:
         """How many tensors of each kind exist when a phase begins, with blocks of these kinds."""
@@ -268,6 +276,24 @@ class StageMemory:
             if is_kept and self._rank.model.vocabulary not in tensor[2].split():
                 kept_bytes += count * self._size(tensor)
         return kept_bytes
+
+    def _fp8_bytes(self) -> int:
+        """What a stage keeps more with linear layers in fp8: casts of weights, less a byte for each
+        element of what they read. Attention keeps its result in bf16 as well, so that the input of
+        the layer after it takes a byte more.
+        """
+        rank, layout = self._rank, self._layout
+        if layout.fp8 is None:
+            return 0
+        # weights that are gathered for each micro-batch are cast then
+        kinds = self._kinds[:1] if layout.shards_parameters else self._kinds
+        more_bytes = cast_bytes(layout.fp8, rank.linear_elements(kinds))
+        if layout.checkpoint:
+            return more_bytes
+        tokens = rank.alone.batch_size * rank.alone.model.context_length
+        saved_bytes = tokens * (rank.model.d_model + rank.model.d_ff) // layout.tensor
+        in_flight = layout.in_flight if self._is_first else 1.0
+        return more_bytes - round(in_flight * len(self._kinds) * saved_bytes)
 
     def _in_flight_bytes(self) -> int:
         """Activations of micro-batches that wait for their backward pass while another one is at

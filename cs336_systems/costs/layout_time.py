@@ -18,10 +18,12 @@ from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated
 from .depth import step_by_depth
+from .layout import Layout
 from .layout_memory import EXPERTS, Rank
 from .ranks_time import Links, Timeline
+from .recipes import Recipe, casts, in_fp8, takes_fp8
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
-from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
+from .tape import FP8_BYTES, Form, Names, Operation, OperationKey, OperationKind, OperationMaker
 from .time import call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
@@ -85,10 +87,11 @@ class _Kernels:
 
 
 @lru_cache(maxsize=4096)
-def _kernels(alone: RunConfig, tensor: int, context: int, expert: int, curves: Curves) -> _Kernels:
+def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     """The kernels of a rank of a tensor, a context and an expert group; `alone` is the step of one
-    block on this rank's micro-batch.
+    block on this rank's micro-batch. The head is in bf16 where blocks are in fp8.
     """
+    tensor, context, expert, recipe = layout.tensor, layout.context, layout.expert, layout.fp8
     names, model = Names(axes(alone)), blocks_of_model(alone)
     width = "d_model" if alone.model_factory is None else str(model.d_model)
     divided = partial(
@@ -98,15 +101,18 @@ def _kernels(alone: RunConfig, tensor: int, context: int, expert: int, curves: C
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
         step = step_by_depth(alone, kind)
-        of_phases = {phase: divided(step.launches[phase].block) for phase in _PHASES}
+        launched = {phase: step.launches[phase].block for phase in _PHASES}
+        of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
         blocks.append({phase: _work(of_phases[phase], alone, curves) for phase in _PHASES})
         for operations in of_phases.values():
             every += operations
     outside_s = {}
     for phase in _PHASES:
         # what a second block adds to a model of one block, and what that one has besides
-        of_one = _work(divided(step_by_depth(alone).launches[phase].of_one), alone, curves)
-        outside_s[phase] = max(0.0, of_one.step_s - blocks[0][phase].step_s)
+        launched_of_one = step_by_depth(alone).launches[phase]
+        of_one = _work(divided(launched_of_one.of_one), alone, curves)
+        of_block = _work(divided(launched_of_one.block), alone, curves)
+        outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves).factor
     return _Kernels(tuple(blocks), outside_s, spread)
 
@@ -132,23 +138,29 @@ def rank_operations(
     context: int,
     expert: int = 1,
     width: str = "d_model",
+    recipe: Recipe | None = None,
 ) -> list[Operation]:
     """The operations of a rank of a tensor group, of a ring of so many contexts and of a group that
     divides experts, from those of whole matrices on the rank's part of the context. `width` is the
-    side of matrices that is the residual stream's.
+    side of matrices that is the residual stream's. With a `recipe`, matmuls are in fp8, and their
+    factors are cast before.
 
     A tensor group divides the hidden layer and the heads, as Megatron-LM does: the first matrix by
     columns and the last by rows; what lies between matrices is divided by tokens. Experts stay
     whole where ranks divide them: a rank has fewer, with the tokens of all its group.
     """
-    operations = []
+    operations: list[Operation] = []
     maker = OperationMaker(names)
-    made: dict[Any, Operation] = {}
-    is_after_attention = is_forward = False
+    made: dict[Any, tuple[Operation, Operation]] = {}
+    is_after_attention = is_forward = is_row = False
+    is_new = True
     for views, make, *arguments in keys:
+        if recipe is not None and _changes_type_of_weight(make, arguments):
+            continue  # weights are cast once a step, and matmuls add up their gradients in fp32
         if make == "attention":
             is_after_attention = True
         elif make == "experts" and expert > 1:
+            _, is_row = _is_of_stream(arguments, width)
             arguments = _of_experts(arguments, names, tensor, expert)
         elif make in ("matmul", "experts"):
             # between checkpoints, backward computes forward again
@@ -165,10 +177,40 @@ def rank_operations(
                 arguments = _divided(arguments, names, tensor, is_row)
         key = (views, make, *arguments)
         if key not in made:
-            operation = replace(getattr(maker, make)(*arguments), views=views)
-            made[key] = _of_rank(operation, tensor, context)
-        operations.append(made[key])
+            whole = replace(getattr(maker, make)(*arguments), views=views)
+            in_recipe = in_fp8(whole) if recipe is not None and takes_fp8(whole) else whole
+            made[key] = whole, _of_rank(in_recipe, tensor, context)
+        whole, operation = made[key]
+        if recipe is not None and takes_fp8(whole):
+            is_forward_matmul = whole.form is Form.FORWARD
+            if is_row or is_new or not is_forward_matmul:
+                operations += _casts(recipe, whole, is_row, tensor)
+            # matmuls that make heads, or hidden activations, of one input follow each other
+            is_new = is_row or not is_forward_matmul
+        operations.append(operation)
     return operations
+
+
+def _changes_type_of_weight(make: str, arguments: Sequence[Any]) -> bool:
+    """Whether an operation is a pass that casts a weight for its matmul, or the gradient back."""
+    if make != "passes" or len(arguments[0]) != 2:
+        return False
+    (shape, read_bytes), (written, written_bytes) = arguments[0]
+    words = shape.split()
+    is_matrix = len([word for word in words if not word.isdigit()]) > 1
+    is_cast = shape == written and {read_bytes, written_bytes} == {2, 4}
+    return is_cast and is_matrix and not {"batch", "T", "T+1"} & {*words}
+
+
+def _casts(recipe: Recipe, matmul: Operation, is_row: bool, tensor: int) -> Iterable[Operation]:
+    """The casts before a matmul of a rank: of a layer's input, and of its result's gradient; that
+    of the weight has both already. A tensor group casts what it gathers before it does.
+    """
+    if matmul.form is Form.WEIGHT:
+        return ()
+    rows, inner, _ = matmul.sides
+    is_gathered = is_row is (matmul.form is Form.INPUT)
+    return casts(recipe, matmul.batch * rows * inner // (tensor if is_gathered else 1))
 
 
 def _of_rank(operation: Operation, tensor: int, context: int) -> Operation:
@@ -224,7 +266,10 @@ class _LayoutTimer:
         self._rank, self._layout = rank, rank.layout
         self._curves, self._links = curves, links
         layout = rank.layout
-        self._kernels = _kernels(rank.alone, layout.tensor, layout.context, layout.expert, curves)
+        of_kernels = Layout(
+            tensor=layout.tensor, context=layout.context, expert=layout.expert, fp8=layout.fp8
+        )
+        self._kernels = _kernels(rank.alone, of_kernels, curves)
         self._calls_s: dict[CollectiveCall, float] = {}
         self._kinds = max(rank.stages, key=self._stage_s)
         """Kinds of the blocks of the slowest stage."""
@@ -236,6 +281,8 @@ class _LayoutTimer:
         tensor_s = self._tensor_s()
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
+        if layout.shards_parameters:
+            compute_s += (2 + layout.checkpoint) * self._weight_casts_s()
         data_s, last_s = self._data_s()
         micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
@@ -295,13 +342,17 @@ class _LayoutTimer:
         """
         if self._layout.tensor == 1:
             return 0.0
-        pair_s = sum(
-            self._call_s(kind, self._stream_bytes, "tensor")
-            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        )
+        gathered_bytes: float = self._stream_bytes
+        gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
+        scatter_s = self._call_s(Collective.REDUCE_SCATTER, self._stream_bytes, "tensor")
+        outside_s = gather_s + scatter_s
+        if self._layout.fp8 is not None:  # inputs and gradients are cast before they are gathered
+            gathered_bytes *= FP8_BYTES / factor_bytes(self._rank.alone.precision)
+            gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
+        pair_s = gather_s + scatter_s
         passes = 2 + self._layout.checkpoint
         outside = 2  # around the embedding and the head
-        return pair_s * (len(self._kinds) * TENSOR_CALLS * passes + outside)
+        return pair_s * len(self._kinds) * TENSOR_CALLS * passes + outside * outside_s
 
     def _expert_s(self) -> float:
         """All-to-alls of a micro-batch that bring tokens to the ranks of their experts and back, in
@@ -462,9 +513,19 @@ class _LayoutTimer:
             yield _call_of(unit, Collective.ALL_REDUCE, FP32_BYTES * elements)
 
     def _optimizer_s(self) -> float:
-        """AdamW's update of what a rank has of the parameters, in one pass."""
+        """AdamW's update of what a rank has of the parameters, in one pass, and casts of weights to
+        fp8, which all micro-batches use; weights that are gathered for each are cast there.
+        """
         elements = self._rank.elements(self._kinds, is_kept=self._layout.shards > 1)
-        return interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+        update_s = interpolated(self._curves.adamw, ADAMW_BYTES * elements)
+        return update_s if self._layout.shards_parameters else update_s + self._weight_casts_s()
+
+    def _weight_casts_s(self) -> float:
+        """Casts of the weights of a stage's blocks to fp8."""
+        if self._layout.fp8 is None:
+            return 0.0
+        operations = casts(self._layout.fp8, self._rank.linear_elements(self._kinds))
+        return sum(self._curves.pass_s(operation.moved_bytes) for operation in operations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,18 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import invert
 
-from ..config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from ..config import (
+    PACKED_MULTIPLE,
+    Attention,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
 from .allocator import ROUND_BYTES, CachingAllocator, round_up
 from .tape import Category, Tape, TensorSpec
 from .traces import as_costed, has_tape, tape_of
@@ -76,13 +87,14 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
     None for what is not predicted: a user's own model that nobody has traced (`prepare`), compiled
-    models and other shortcuts (cast_once, ...), flash and cuDNN attention without half precision,
-    models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU (cuBLAS's workspace is
-    smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in half
-    precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of
-    kernels that trace.py does not name, a data loader's batch in flight.
+    models and other shortcuts (cast_once, ...) but for all that --fast chooses, flash and cuDNN
+    attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a
+    Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there
+    `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out:
+    scalars of GradScaler, buffers inside of kernels that trace.py does not name, a data loader's
+    batch in flight.
     """
-    if not is_predictable(config):
+    if not (is_predictable(config) or is_predictable_fast(config)):
         return None
     return _predict(as_costed(config))
 
@@ -144,6 +156,32 @@ def is_predictable(config: RunConfig) -> bool:
         and config.model.num_layers <= MAX_LAYERS
         and has_tape(config)
     )
+
+
+def is_fast_step(config: RunConfig) -> bool:
+    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its
+    kernels are known.
+    """
+    model = config.model
+    settings = (
+        config.fused_blocks,
+        config.fused_loss,
+        config.compile_blocks,
+        config.cuda_graph,
+        config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
+        model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
+        model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
+    )
+    others = config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
+    return all(settings) and not any(others)
+
+
+def is_predictable_fast(config: RunConfig) -> bool:
+    """The same of a step in the fastest known way, in one process: its tape has what compiled
+    blocks keep, as these are fused by hand.
+    """
+    is_alone = config.model_factory is None and not config.is_shared
+    return is_alone and is_fast_step(config) and has_tape(config)
 
 
 def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:

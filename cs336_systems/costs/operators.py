@@ -9,11 +9,14 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from .allocator import round_up
 from .on_cuda import HALF
 from .tape import Form, Pass
 from .trace import BATCH, Dispatch, Launcher, StepTrace, tensors_in
 
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+FAST_ACCUM = 5
+"""Place of use_fast_accum among the arguments of _scaled_mm after the factors."""
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 CUBLASLT_WORKSPACE_BYTES = 2**20
 """PyTorch's default, for products to which a bias is added (aten/src/ATen/cuda/CUDABlas.cpp)."""
@@ -67,9 +70,13 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _scaled_matmul(trace: StepTrace, call: Dispatch) -> None:
-    """Record a matmul in fp8, whose other inputs are scales and a bias."""
-    a, b = call.ins[:2]
-    trace.matmul(_form(a, b), (a.shape[0], a.shape[1], b.shape[1]), a.element_size())
+    """Record a matmul of factors in fp8, which the hardware takes in one layout only; the form says
+    how many bits its sums keep.
+    """
+    a, b, *others = call.args
+    use_fast_accum = len(others) > FAST_ACCUM and others[FAST_ACCUM]
+    form = Form.FORWARD if use_fast_accum else Form.INPUT
+    trace.matmul(form, (a.shape[0], a.shape[1], b.shape[1]), a.element_size())
 
 
 def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
@@ -143,6 +150,9 @@ def _cudnn_attention_backward(trace: StepTrace, call: Dispatch) -> None:
     parts = [("queries' gradient in fp32", elements, 4), ("row sums", rows, 4)]
     if heads > k.shape[1]:
         parts += 2 * [("gradient for each head", elements, q.element_size())]
+    if not trace.names.axes:  # one allocation, whose size is no product of axes
+        size = 256 + sum(trace.names.size(shape) * width for _, shape, width in parts)
+        parts = [("workspace of fused attention", str(size), 1)]
     trace.workspaces(parts)
     _attention(trace, Form.ATTENTION_BACKWARD, q, k)
 
@@ -200,12 +210,43 @@ def _power_of_2(number: int, most: int) -> int:
     return most if number >= most else 1 << (max(number, 1).bit_length() - 1)
 
 
+MOST_UNSORTED = 3072
+"""Tokens up to which a table's gradient is summed without sorting them."""
 SMS, THREADS_OF_SM = 132, 2048
 """Multiprocessors of a Hopper GPU, and the threads of each."""
 WARP, MOST_THREADS = 32, 512
 """Threads of a warp, and of a block that adds up."""
 LEAST_VALUES, MOST_VALUES = 16, 256
 """Values that a thread adds up at least if blocks share a sum, and from which on they share it."""
+
+
+def _embedding_backward(trace: StepTrace, call: Dispatch) -> None:
+    """Record the gradient of a table. Beyond 3,072 tokens it is summed by parts, of which there are
+    as many as tokens in tens and words at most (cuda/EmbeddingBackwardKernel.cu).
+    """
+    tokens, (words, width) = call.ins[1].numel(), call.outs[0].shape
+    if tokens > MOST_UNSORTED and not trace.names.axes:
+        parts = tokens // 10 + min(tokens, words)
+        trace.workspace("sums by parts", f"{parts} {width}^{WARP}", 4)
+    one_pass(trace, call)
+
+
+def _convolution(trace: StepTrace, call: Dispatch) -> None:
+    """Record a convolution with cuDNN's workspace: copies of what it reads and writes, channels
+    last and in half precision a multiple of 8, as on an H200 (cuDNN 9.19). Backward does so twice,
+    one gradient after the other.
+    """
+    copied = call.ins[:3] if "backward" in call.name else [*call.ins[:2], call.outs[0]]
+    if not trace.names.axes:
+        trace.workspace("channels last", str(sum(map(_channels_last_bytes, copied))), 1)
+    one_pass(trace, call)
+
+
+def _channels_last_bytes(tensor: Tensor) -> int:
+    """Bytes of a copy of activations (batch, channels, ...) or of weights, channels last."""
+    multiple = 8 if tensor.dtype in HALF else 1
+    channels = tensor.shape[1]
+    return tensor.nbytes // channels * round_up(channels, multiple)
 
 
 def _loss(trace: StepTrace, call: Dispatch) -> None:
@@ -226,27 +267,10 @@ def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
     trace.moves([gradient, output, call.outs[0]], is_dispatched=False)
 
 
-def _layer_norm(trace: StepTrace, call: Dispatch) -> None:
-    """Record a layer norm, which copies an input whose axes are not in order
-    (cuda/layer_norm_kernel.cu).
-    """
-    _copy_of(trace, call.ins[0])
-    one_pass(trace, call)
-
-
-def _copy_of(trace: StepTrace, *tensors: Tensor) -> None:
-    """Note the copies that a kernel makes of tensors that are not contiguous."""
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            trace.workspace("contiguous copy", *trace.moved(tensor))
-            trace.moves([tensor, tensor], Pass.STRIDED, is_dispatched=False)
-
-
 def _norm_backward(trace: StepTrace, call: Dispatch) -> None:
     """Record a norm's backward: one kernel for the gradient of the input, one for those of the
     parameters (cuda/layer_norm_kernel.cu).
     """
-    _copy_of(trace, *call.ins[:2])
     trace.moves([*call.ins[:2], call.outs[0]])
     trace.moves(call.ins[:2], is_dispatched=False)
 
@@ -274,11 +298,12 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "_scaled_dot_product_efficient_attention": _attention_kernel,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    **dict.fromkeys(["convolution", "convolution_backward"], _convolution),
     **dict.fromkeys(["sum", "mean"], _reduction),
+    "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _loss),
     "_softmax_backward_data": _softmax_backward,
     "rms_norm_backward": _norm_backward,
-    "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _norm_backward,
     "_fused_adamw_": lambda trace, call: trace.launch(
         "adamw", 28, tuple(trace.names.product(tensor.numel()) for tensor in call.args[0])

@@ -56,6 +56,10 @@ class TensorSpec:
     """
 
 
+FP8_BYTES, RESULT_BYTES = 1, 2
+"""Bytes of an element of a factor of a matmul in fp8, and of its result, which is in bf16."""
+
+
 class OperationKind(StrEnum):
     """What an operation does, which decides the ceiling that gives its time."""
 
@@ -69,7 +73,9 @@ class Form(StrEnum):
     """Memory layout of a matmul's factors, or a kernel of fused attention."""
 
     FORWARD = "forward"
-    """x W^T, as in a linear layer: the second factor is transposed."""
+    """x W^T, as in a linear layer: the second factor is transposed. In fp8 all forms are, and this
+    one alone adds up with fewer bits than fp32 has.
+    """
     INPUT = "input"
     """g W, the gradient of a layer's input: no factor is transposed."""
     WEIGHT = "weight"
@@ -391,10 +397,12 @@ class OperationMaker:
         """
         m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         count = self.names.size(batch)
+        factor_bytes = element_bytes * count * (m * k + k * n)
+        result_bytes = max(RESULT_BYTES, element_bytes) * count * m * n
         return Operation(
             kind=OperationKind.MATMUL,
             form=Form(form),
-            moved_bytes=element_bytes * count * (m * k + k * n + m * n),
+            moved_bytes=factor_bytes + result_bytes,
             sides=sides,
             batch=count,
             element_bytes=element_bytes,

@@ -18,25 +18,14 @@ from sys import maxsize
 from typing import NamedTuple
 
 from ..choices import EXCHANGES
-from ..config import (
-    PACKED_MULTIPLE,
-    Attention,
-    Device,
-    Mode,
-    OptimizerKind,
-    Parallel,
-    Phase,
-    Precision,
-    RunConfig,
-    SdpaBackend,
-)
+from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
 from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
-from .kernels import KernelTime
-from .memory import is_predictable
+from .kernels import KernelTime, MatmulPrecision, ProductPrecision
+from .memory import is_fast_step, is_predictable, is_predictable_fast
 from .shards import plain
-from .tape import MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
-from .traces import as_costed, has_tape, own_parameters, prepare, require_tape, tape_of
+from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
+from .traces import as_costed, own_parameters, prepare, require_tape, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -219,28 +208,8 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
         config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     )
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(config.without_graph) or (
-        config.model_factory is None and is_fast_step(config) and has_tape(config)
-    )
+    is_known = is_predictable(config.without_graph) or is_predictable_fast(config)
     return not refused and is_known and has_large_matmuls(config, curves)
-
-
-def is_fast_step(config: RunConfig) -> bool:
-    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its
-    kernels are known.
-    """
-    model = config.model
-    settings = (
-        config.fused_blocks,
-        config.fused_loss,
-        config.compile_blocks,
-        config.cuda_graph,
-        config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
-        model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
-        model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
-    )
-    others = config.fp8, config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
-    return all(settings) and not any(others)
 
 
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
@@ -256,9 +225,15 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
         needed = max((matmul.multiplications for matmul in _matmuls(config)), default=0)
     else:
         return False
-    measured = curves.matmuls.get(config.precision, ())
-    largest = max((matmul.multiplications for matmul in measured), default=0)
-    return needed <= MAX_EXTRAPOLATION * largest
+    needed_precisions: list[MatmulPrecision] = [config.precision]
+    if config.fp8:
+        needed_precisions.append(ProductPrecision.FP8)
+    for precision in needed_precisions:
+        measured = curves.matmuls.get(precision, ())
+        largest = max((matmul.multiplications for matmul in measured), default=0)
+        if needed > MAX_EXTRAPOLATION * largest:
+            return False
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -352,7 +327,10 @@ def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> K
     """Time of one kernel of an operation."""
     if operation.is_matmul:
         time = curves.matmul_time(
-            precision, *operation.sides, batch=operation.batch, form=operation.form
+            factors_of(operation, precision),
+            *operation.sides,
+            batch=operation.batch,
+            form=operation.form,
         )
         assert time is not None
         return time
@@ -361,6 +339,12 @@ def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> K
     else:
         time_s = curves.pass_s(operation.moved_bytes, operation.how)
     return KernelTime(time_s, time_s / PASS_SPREAD, time_s * PASS_SPREAD, is_extrapolated=False)
+
+
+def factors_of(operation: Operation, precision: Precision) -> ProductPrecision:
+    """The precision of a matmul's factors in a step of this precision: its own, or fp8."""
+    is_fp8 = operation.element_bytes == FP8_BYTES
+    return ProductPrecision.FP8 if is_fp8 else ProductPrecision(precision)
 
 
 class KernelSpread(NamedTuple):
@@ -405,7 +389,8 @@ def measured_share(config: RunConfig, curves: Curves) -> float:
         time = kernel_time(matmul, config.precision, curves)
         total_s = count * matmul.launches * time.time_s
         all_s += total_s
-        if curves.has_matmul(config.precision, *matmul.sides, matmul.form, matmul.batch):
+        factors = factors_of(matmul, config.precision)
+        if curves.has_matmul(factors, *matmul.sides, matmul.form, matmul.batch):
             measured_s += total_s
     return measured_s / all_s
 
@@ -417,11 +402,13 @@ def without_products(
     """The curves without the matmuls of these configurations, which then have to be foretold from
     those of others.
     """
-    products = set()
+    products: defaultdict[MatmulPrecision, set[tuple[int, int, int]]] = defaultdict(set)
     for matmul in chain.from_iterable(map(_matmuls, configs)):
         rows, inner, columns = matmul.sides
-        products.add((matmul.batch * rows, inner, columns))
-    return curves.without(precision, products)
+        products[factors_of(matmul, precision)].add((matmul.batch * rows, inner, columns))
+    for factors, sides in products.items():
+        curves = curves.without(factors, sides)
+    return curves
 
 
 @lru_cache(maxsize=1024)

@@ -48,6 +48,11 @@ UNREDUCED = frozenset(["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "so
 (aten/src/ATen/native/BinaryOps.cpp and Loss.cpp, cuda/Loss.cu).
 """
 
+COPIED = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
+"""Operators that copy so many of their first tensors if these are not contiguous
+(aten/src/ATen/native/cuda/layer_norm_kernel.cu).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
@@ -361,18 +366,29 @@ class StepTrace:
             elements = self.names.product(max(tensor.numel() for tensor in ins))
             self.tensor(outs[0].untyped_storage(), label, outs[0].element_size(), elements)
         self._follow_positions(name, args, outs)
+        copies = self._copies(ins[: COPIED.get(name, 0)])
         handles = [
             self.tensor(out.untyped_storage(), label, out.element_size(), self._sizes_of(out))
-            for out in outs
+            for out in (reversed(outs) if name == "native_dropout" else outs)  # its mask is first
         ]
         if name == "add" and self.is_engine_calling and not torch.is_grad_enabled():
             self._note_sum(args[0], outs[0])
+        self.events += [~copy for copy in copies]
         makes_nothing = all(handle is None or handle < known for handle in handles)
         is_view = makes_nothing and len(outs) > 0 and not name.endswith("_")
         if is_view or name in SILENT:
             self._views += 1
             return
         self.launchers.get(name, self.usual)(self, Dispatch(name, ins, outs, args))
+
+    def _copies(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The handles of the copies that a kernel makes first of those that are not contiguous."""
+        copies = []
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                shape, width = self.moved(tensor)
+                copies.append(self.add(Category.TEMPORARIES, "contiguous copy", 0, width, shape))
+        return copies
 
     def _label(self, name: str) -> str:
         """What a tensor is called: the operator that makes it, and its module or autograd node."""

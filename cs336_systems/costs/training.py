@@ -10,6 +10,7 @@ from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from .layout import layouts
 from .layout_cost import LayoutCost, layout_cost
 from .ranks_time import Links
+from .recipes import Recipe
 
 DAY_S, HOUR_S = 86_400, 3600
 
@@ -36,6 +37,8 @@ class Training:
     """Of a GPU, by its data sheet."""
     curves: Curves
     links: Links
+    recipe: Recipe | None = None
+    """How blocks are computed in fp8; None: in the precision of the step."""
     link_source: str
     """What the rates of the links stand on, in words."""
 
@@ -112,7 +115,8 @@ def _foretold(training: Training) -> tuple[list[LayoutCost], tuple[str, ...]]:
     """The forecasts of all sensible layouts, and the reasons why others have none."""
     costs, reasons = [], dict[str, None]()
     tried = layouts(training.config, training.gpus, training.sequences, training.links)
-    for layout in tried:
+    for tried_layout in tried:
+        layout = replace(tried_layout, fp8=training.recipe)
         cost = layout_cost(training.config, layout, training.curves, training.links)
         if isinstance(cost, str):
             reasons[cost] = None

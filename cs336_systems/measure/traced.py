@@ -365,10 +365,11 @@ def _skip_all_reduce_of_ddp(step: TrainingStep) -> None:
 @contextmanager
 def _with_chunks(trace: StepTrace) -> Iterator[None]:
     """Let the fast model run without its packages, and its AdamW tell the trace which tensors an
-    update moves: its kernel finds tensors by addresses, so the trace does not see them.
+    update moves: its kernel finds tensors by addresses, so the trace does not see them. The
+    compiler makes one kernel of a maximum and of the arithmetic around it, as for fp8's scales.
     """
     try:
-        from ..model.fast import adamw_kernel, model
+        from ..model.fast import adamw_kernel, fp8, model
     except ImportError:  # without Triton
         yield
         return
@@ -397,8 +398,22 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
 
         def upload(self) -> None: ...
 
+    def largest_of_rows(x: Tensor) -> Tensor:
+        """The largest magnitudes of rows, by one kernel that reads them."""
+        rows = x.new_empty(len(x))
+        trace.moves([x, rows])
+        return rows
+
+    def scale_of(largest: Tensor) -> Tensor:
+        """The scale that these magnitudes give, by one kernel."""
+        scale = largest.new_empty((), dtype=torch.float32)
+        trace.moves([largest, scale])
+        return scale
+
     with (
         mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked),
+        mock.patch.object(fp8, "_largest_of_rows", largest_of_rows),
+        mock.patch.object(fp8, "scale_of", scale_of),
         mock.patch.object(model, "check_device", return_value=None),
     ):
         yield

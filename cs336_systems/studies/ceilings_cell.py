@@ -18,6 +18,7 @@ from ..config import (
     Precision,
     RunConfig,
 )
+from ..costs.kernels import ProductPrecision
 from ..costs.tape import MATMULS_OF, Form, Pass
 from ..costs.time import host_calls
 from ..measure.precision import apply_math_mode
@@ -42,7 +43,6 @@ from .ceilings_records import (
     Loops,
     PassCell,
     ProductCell,
-    ProductPrecision,
     Shape,
     Stream,
     StreamCell,
@@ -51,7 +51,7 @@ from .cell import DTYPES, make_generator, normal
 from .loops import Run, device_timer, host_timer, launch_timer, measure, replayed, timed_loops
 from .records import StudyRow
 
-PRODUCT_DTYPES = DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
+PRODUCT_DTYPES = {ProductPrecision(name): dtype for name, dtype in DTYPES.items()}
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which NVIDIA GPUs multiply fp8 in hardware."""
 LAUNCHES_IN_GRAPH = 1000
@@ -138,19 +138,30 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
 
     Both are random; zeros would take less power and be faster.
     """
-    is_fp8 = precision is ProductPrecision.FP8
+    if precision is ProductPrecision.FP8:
+        return _fp8_product(grid, shape)
     dtype = PRODUCT_DTYPES[precision]
     sides = [(shape.rows, shape.inner), (shape.columns, shape.inner)]
-    # random numbers cannot be drawn in fp8
-    drawn = normal(make_generator(grid), sides, torch.bfloat16 if is_fp8 else dtype)
-    left, right = (matrix.to(dtype) for matrix in drawn)
-    if is_fp8:
-        one = torch.ones((), device=grid.device.value)
-        return lambda: torch._scaled_mm(
-            left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+    left, right = normal(make_generator(grid), sides, dtype)
     out = torch.empty(shape.rows, shape.columns, device=grid.device.value, dtype=dtype)
     return lambda: torch.mm(left, right.t(), out=out)
+
+
+def _fp8_product(grid: CeilingsGrid, shape: Shape, has_fast_sums: bool = True) -> Run:
+    """The same in fp8, whose sums are in fp32 or, faster, with fewer bits."""
+    sides = [(shape.rows, shape.inner), (shape.columns, shape.inner)]
+    # random numbers cannot be drawn in fp8
+    drawn = normal(make_generator(grid), sides, torch.bfloat16)
+    left, right = (matrix.to(torch.float8_e4m3fn) for matrix in drawn)
+    one = torch.ones((), device=grid.device.value)
+    return lambda: torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=has_fast_sums,
+    )
 
 
 def _uniform(grid: CeilingsGrid, elements: int) -> Tensor:
@@ -225,8 +236,14 @@ def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
     """Time one matmul or one kernel of attention; its backward is the time of both passes less
     that of forward.
     """
-    apply_math_mode(Precision.TF32 if row.precision is Precision.TF32 else Precision.FP32)
+    shape = Shape(rows=row.rows, inner=row.inner, columns=row.columns)
+    if reason := why_unavailable(grid.device, row.precision, shape):
+        return row.failed(Status.UNAVAILABLE, Failure(message=reason))
+    is_tf32 = row.precision is ProductPrecision.TF32
+    apply_math_mode(Precision.TF32 if is_tf32 else Precision.FP32)
     brief = _brief(grid)
+    if row.precision is ProductPrecision.FP8:
+        return row.with_loops(measure(_fp8_product(grid, shape, row.form is Form.FORWARD), brief))
     if row.form not in MATMULS_OF:
         return row.with_loops(measure(make_matmul(grid, row), brief))
     forward = measure(make_fused_attention(grid, row, with_backward=False), brief)
@@ -255,7 +272,7 @@ def _random(
     """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
     sides = (columns, rows) if is_transposed else (rows, columns)
     shape = sides if row.batch == 1 else (row.batch, *sides)
-    (matrices,) = normal(make_generator(grid), [shape], DTYPES[row.precision])
+    (matrices,) = normal(make_generator(grid), [shape], PRODUCT_DTYPES[row.precision])
     return matrices.transpose(-2, -1) if is_transposed else matrices
 
 
@@ -264,7 +281,7 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
     queries = (1, row.batch, row.rows, row.inner)
     keys = (1, row.batch // row.queries_per_key, row.rows, row.inner)
     shapes = [queries, keys, keys, queries]
-    q, k, v, upstream = normal(make_generator(grid), shapes, DTYPES[row.precision])
+    q, k, v, upstream = normal(make_generator(grid), shapes, PRODUCT_DTYPES[row.precision])
     is_grouped = row.queries_per_key > 1
 
     def attend() -> Tensor:

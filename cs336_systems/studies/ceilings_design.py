@@ -7,16 +7,26 @@ from dataclasses import dataclass
 from itertools import count as count_from
 from itertools import islice, product
 
-from ..config import Precision
+from ..config import FP8_MULTIPLE
+from ..costs.kernels import ProductPrecision
 from ..costs.tape import Form
 
 ALPHA = 1.2207440846057596
 """Root of x^4 = x + 1, whose powers are the steps of a sequence that fills a cube evenly (Roberts
 2018, "the unreasonable effectiveness of quasirandom sequences").
 """
-MOST_MULTIPLICATIONS = {Precision.FP32: 2**38, Precision.TF32: 2**40, Precision.BF16: 2**41}
+MOST_MULTIPLICATIONS = {
+    ProductPrecision.FP32: 2**38,
+    ProductPrecision.TF32: 2**40,
+    ProductPrecision.BF16: 2**41,
+    ProductPrecision.FP8: 2**41,
+}
 """Of one matmul. The largest take about 10 ms on an H100."""
-MOST_OF_SCORES = {Precision.FP32: 2**37, Precision.TF32: 2**37, Precision.BF16: 2**43}
+MOST_OF_SCORES = {
+    ProductPrecision.FP32: 2**37,
+    ProductPrecision.TF32: 2**37,
+    ProductPrecision.BF16: 2**43,
+}
 """Multiplications of the scores of attention. Fused attention in fp32 reaches some 20 TFLOP/s."""
 MOST_ELEMENTS = 2**29
 """Of one matrix, or of one batch of matrices."""
@@ -77,15 +87,28 @@ def _between(limits: tuple[int, int], share: float, multiple: int) -> int:
     return max(multiple, round(length / multiple) * multiple)
 
 
-def drawn_matmuls(precision: Precision, count: int) -> Iterator[KernelShape]:
-    """`count` matmuls of linear layers in each form, and a quarter as many of each batched one."""
+def drawn_matmuls(precision: ProductPrecision, count: int) -> Iterator[KernelShape]:
+    """`count` matmuls of linear layers in each form, and a quarter as many of each batched one; in
+    fp8, which has one layout and no batches, half as many with fast sums and with full ones.
+    """
     points = _points()
+    if precision is ProductPrecision.FP8:
+        for form in (Form.FORWARD, Form.INPUT):
+            linear = (_linear(form, number, *point) for number, point in enumerate(points))
+            in_fp8 = (shape for shape in linear if is_for_fp8(shape))
+            yield from islice(_fitting(precision, in_fp8), count // 2)
+        return
     for form in (Form.FORWARD, Form.INPUT, Form.WEIGHT):
         linear = (_linear(form, number, *point) for number, point in enumerate(points))
         yield from islice(_fitting(precision, linear), count)
     for form, names in BATCHED:
         batched = (_batched(form, names, number, *point) for number, point in enumerate(points))
         yield from islice(_fitting(precision, batched), count // 4)
+
+
+def is_for_fp8(shape: KernelShape) -> bool:
+    """Whether the hardware multiplies matrices of these sides in fp8."""
+    return shape.inner % FP8_MULTIPLE == 0 and shape.columns % FP8_MULTIPLE == 0
 
 
 def _points() -> Iterator[tuple[float, float, float]]:
@@ -95,7 +118,7 @@ def _points() -> Iterator[tuple[float, float, float]]:
         yield x, y, z
 
 
-def _fitting(precision: Precision, shapes: Iterable[KernelShape]) -> Iterator[KernelShape]:
+def _fitting(precision: ProductPrecision, shapes: Iterable[KernelShape]) -> Iterator[KernelShape]:
     """Those of the shapes that are neither too slow nor too large."""
     for shape in shapes:
         is_quick = shape.multiplications <= MOST_MULTIPLICATIONS[precision]
@@ -130,11 +153,13 @@ def _batched(form: Form, names: str, number: int, x: float, y: float, z: float) 
     return KernelShape(form=form, batch=batch, rows=rows, inner=inner, columns=columns)
 
 
-def attention_shapes(precision: Precision, contexts: Sequence[int]) -> Iterator[KernelShape]:
+def attention_shapes(precision: ProductPrecision, contexts: Sequence[int]) -> Iterator[KernelShape]:
     """Fused attention at these context lengths with few and with many heads, forward and backward;
-    in bf16 also with grouped queries.
+    in bf16 also with grouped queries. In fp8 there is none.
     """
-    d_heads = D_HEADS if precision is Precision.BF16 else D_HEADS[:2]
+    if precision is ProductPrecision.FP8:
+        return
+    d_heads = D_HEADS if precision is ProductPrecision.BF16 else D_HEADS[:2]
     shapes: dict[KernelShape, None] = {}  # a set that keeps the order
     for context, d_head in product(contexts, d_heads):
         most = MOST_OF_SCORES[precision] // (context**2 * d_head)
@@ -143,7 +168,7 @@ def attention_shapes(precision: Precision, contexts: Sequence[int]) -> Iterator[
             counts.append(min(most, max(1, FEW_POSITIONS // context)))
         for heads in filter(None, counts):
             shapes |= dict.fromkeys(_both_passes(heads, context, d_head))
-    if precision is Precision.BF16 and contexts:
+    if precision is ProductPrecision.BF16 and contexts:
         queries_per_key, context = GROUPED
         shapes |= dict.fromkeys(_both_passes(32, context, D_HEADS[1], queries_per_key))
     yield from shapes

@@ -13,15 +13,14 @@ from pathlib import Path
 from statistics import median
 
 from ..analysis.warnings import in_doubt
-from ..config import Precision
 from ..costs.communication import Collective
-from ..costs.curves import Curves, transferred_curves
+from ..costs.curves import Curves, transferred_curves, with_fp8
 from ..costs.hardware import DeviceSpec, bare_name, find_device
-from ..costs.kernels import Matmul
+from ..costs.kernels import Matmul, MatmulPrecision
 from ..costs.tape import MATMULS_OF
 from ..record import RecordError
 from ..text import print_aside
-from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
+from .ceilings_records import CeilingsStudy, LaunchKind
 from .records import read_study
 
 FILE_NAME = "ceilings.json"
@@ -77,9 +76,7 @@ class Ceilings:
         if self.has_shipped:
             yield shipped(name)
 
-    def flops_per_s(
-        self, device_name: str, precision: Precision | ProductPrecision
-    ) -> float | None:
+    def flops_per_s(self, device_name: str, precision: MatmulPrecision) -> float | None:
         """Highest rate of matmuls that any study of this device measured, or None."""
         for studies in self._studies_of(device_name):
             matmuls = chain.from_iterable(study.products for study in studies)
@@ -103,6 +100,7 @@ class Ceilings:
             for is_shipped, studies in enumerate(self._studies_of(name)):
                 curves = _joined_curves(studies)
                 if curves is not None:
+                    curves = with_fp8(curves, find_device(name))
                     self._curves[name] = replace(
                         curves,
                         matmuls=_with_attention(name, curves),
@@ -167,7 +165,9 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
     return transferred_curves(reference, source, device)
 
 
-def _with_attention(device_name: str, curves: Curves) -> Mapping[Precision, tuple[Matmul, ...]]:
+def _with_attention(
+    device_name: str, curves: Curves
+) -> Mapping[MatmulPrecision, tuple[Matmul, ...]]:
     """The measured kernels, with the fused attention that was measured on a REFERENCE, if the
     device has the same chip: kernels of attention depend little on memory.
     """
@@ -179,7 +179,7 @@ def _with_attention(device_name: str, curves: Curves) -> Mapping[Precision, tupl
     if chips[0] != chips[1]:
         return curves.matmuls
     elsewhere = transferred_curves(reference, source, device).matmuls
-    matmuls = {}
+    matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}
     for precision, measured in curves.matmuls.items():
         known = {(matmul.form, matmul.shape) for matmul in measured}
         more = [

@@ -19,17 +19,18 @@ from ..config import SIZES, Attention, Device, Precision, RunConfig
 from ..costs.communication import TIMED, Collective
 from ..costs.curves import Curves
 from ..costs.hardware import find_device
-from ..costs.kernels import Matmul
+from ..costs.kernels import FACTOR_BYTES, Matmul, ProductPrecision
+from ..costs.memory import is_fast_step
 from ..costs.shards import FP32_BYTES
-from ..costs.tape import Form, Pass
-from ..costs.time import is_fast_step, operations, prepare_forecasts
+from ..costs.tape import MATMULS_OF, RESULT_BYTES, Form, Pass
+from ..costs.time import factors_of, operations, prepare_forecasts
 from ..costs.traces import has_tape
 from ..files import CEILINGS
 from ..model.fast.choose import fastest
 from ..record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
 from ..settings import ByDevice, Setting, check
 from .ceilings_design import attention_shapes, drawn_matmuls
-from .records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
+from .records import AT_LEAST_ONE, FORMAT_VERSION, Cell, Grid, StudyRow
 
 MIN_TIME_S = 1e-9
 MAX_BYTES = 2**42
@@ -146,25 +147,10 @@ class TimedRow(StudyRow):
         return replace(self, timing=Timing(status=Status.OK, loops=loops))  # type: ignore[type-var]
 
 
-class ProductPrecision(StrEnum):
-    """Data type of the factors of a matmul. Sums are in fp32; fp8 is e4m3 with one scale for
-    each matrix.
-    """
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"
-
-
-FACTOR_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 1}
-RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
-"""Bytes per element of a matmul's result; that of an fp8 matmul is in bf16."""
-
-
 STEP_PRECISIONS = (Precision.FP32, Precision.TF32, Precision.BF16)
 """Precisions of the steps whose kernels are measured."""
+DRAWN_PRECISIONS = (*map(ProductPrecision, STEP_PRECISIONS), ProductPrecision.FP8)
+"""Precisions of the matmuls that are spread over what people train."""
 ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
 """Precisions in which a CPU has no matmuls."""
 
@@ -231,10 +217,10 @@ class Shape:
 
     def moved_bytes(self, precision: ProductPrecision) -> int:
         """Both factors read once and the result written once: the least that any matmul moves."""
+        factor_bytes = FACTOR_BYTES[precision]
+        result_bytes = max(RESULT_BYTES, factor_bytes)
         factors = self.rows * self.inner + self.inner * self.columns
-        return (
-            FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
-        )
+        return factor_bytes * factors + result_bytes * self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +277,7 @@ class CacheRow(StudyRow):
 class KernelCell(TimedRow):
     """One matmul of a step, or one kernel of fused attention with the sides of its scores."""
 
-    precision: Precision
+    precision: ProductPrecision
     form: Form
     batch: Count
     """Number of matmuls in a batched one; for attention, heads of all sequences."""
@@ -337,7 +323,7 @@ def kernel_cells(
             if operation.is_matmul:
                 rows, inner, columns = operation.sides
                 cell = KernelCell(
-                    precision=config.precision,
+                    precision=factors_of(operation, config.precision),
                     form=operation.form,
                     batch=operation.batch,
                     rows=rows,
@@ -510,16 +496,17 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
             row = ProductCell(precision=precision, shape=shape, timing=UNTIMED)
-            yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
+            label, part = f"{precision} product {shape.label}", f"{precision} products"
+            yield Cell(label=label, rows=(row,), part=part)
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
             # a whole number of elements
             moved_bytes = num_bytes - num_bytes % STREAM_BYTES[stream]
             passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
-            yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
+            label = f"{stream} of {num_bytes / 2**20:g} MiB"
+            yield Cell(label=label, rows=(passes,), part="streams")
         for launch in LaunchKind if self.device is Device.CUDA else (LaunchKind.EAGER,):
-            yield Cell(
-                label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),)
-            )
+            launches = LaunchCell(launch=launch, timing=UNTIMED)
+            yield Cell(label=f"launches, {launch}", rows=(launches,), part="launches")
         yield from self._step_cells()
         powers = (2**power for power in range(1, self.world_size.bit_length()))
         for ranks in sorted({*powers, self.world_size} - {1}):
@@ -540,7 +527,8 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
                 )
                 for size in sorted(sizes - {0})
             ]
-            yield Cell(label=f"{collective} of {ranks} processes", rows=tuple(rows))
+            label = f"{collective} of {ranks} processes"
+            yield Cell(label=label, rows=tuple(rows), part="collectives")
 
     def _step_cells(self) -> Iterator[Cell[StudyRow]]:
         """The kernels of steps of `step_presets` and those of the design, and the passes over
@@ -548,11 +536,14 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         """
         kernels = dict.fromkeys(chain(self._preset_kernels(), self._designed_kernels()))
         for kernel in kernels:
-            yield Cell(label=kernel.label, rows=(kernel,))
+            what = "attention" if kernel.form in MATMULS_OF else "matmuls"
+            part = f"{kernel.precision} {what}"
+            yield Cell(label=kernel.label, rows=(kernel,), part=part)
         if kernels:
             for cell in pass_cells(self.device, sorted(set(self.stream_bytes))):
                 mib = cell.moved_bytes / 2**20
-                yield Cell(label=f"{cell.how} pass of {mib:g} MiB", rows=(cell,))
+                label = f"{cell.how} pass of {mib:g} MiB"
+                yield Cell(label=label, rows=(cell,), part="passes")
 
     @property
     def _step_precisions(self) -> list[Precision]:
@@ -568,7 +559,9 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
 
     def _designed_kernels(self) -> Iterator[KernelCell]:
         """Matmuls and attention that are spread over what people train."""
-        for precision in self._step_precisions:
+        for precision in DRAWN_PRECISIONS:
+            if precision not in self.precisions:
+                continue
             shapes = chain(
                 drawn_matmuls(precision, self.drawn_matmuls),
                 attention_shapes(precision, self.attention_contexts or ()),
@@ -658,7 +651,7 @@ class CeilingsStudy:
         queued_s, in_graph_s = self.launch_s(LaunchKind.QUEUED), copies.get(QUEUED_BYTES)
         gap_s = None if queued_s is None or in_graph_s is None else max(0.0, queued_s - in_graph_s)
         return Curves(
-            matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
+            matmuls={precision: tuple(self._matmuls(precision)) for precision in ProductPrecision},
             copies=copies,
             adamw=adamw,
             passes=by_bytes((cell.how, cell.moved_bytes, cell.timing) for cell in self.passes),
@@ -671,12 +664,11 @@ class CeilingsStudy:
             on_host=on_host,
         )
 
-    def _matmuls(self, precision: Precision) -> Iterator[Matmul]:
+    def _matmuls(self, precision: ProductPrecision) -> Iterator[Matmul]:
         """The matmuls of layers, which stand for all forms, and those of steps."""
-        of_layers = ProductPrecision(precision)
         for cell in self.products:
             shape, time_s = cell.shape, cell.timing.time_s
-            if cell.precision is of_layers and time_s is not None:
+            if cell.precision is precision and time_s is not None:
                 yield Matmul(
                     rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s
                 )

@@ -14,17 +14,10 @@ from operator import add
 from typing import Annotated, ClassVar
 
 from ..config import Device, Phase, Precision, is_import_name
+from ..costs.kernels import FACTOR_BYTES
 from ..record import Count, Environment, Failure, Input, Measurement, Seconds, Status
 from ..settings import ByDevice, Rule, Setting, check
-from .records import (
-    AT_LEAST_ONE,
-    ELEMENT_BYTES,
-    FORMAT_VERSION,
-    PRECISIONS_HELP,
-    Cell,
-    Grid,
-    StudyRow,
-)
+from .records import AT_LEAST_ONE, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, StudyRow
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 TOLERANCE = 10
@@ -342,12 +335,12 @@ def attention_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> i
 
 def weights_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
     """Size of one batch x T x T matrix: the scores, the weights, or the gradient of either."""
-    return grid.batch_size * cell.context_length**2 * ELEMENT_BYTES[cell.precision]
+    return grid.batch_size * cell.context_length**2 * FACTOR_BYTES[cell.precision]
 
 
 def rows_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
     """Size of one batch x T x d matrix: the queries, the keys, the values, or the output."""
-    return grid.batch_size * cell.context_length * cell.d_head * ELEMENT_BYTES[cell.precision]
+    return grid.batch_size * cell.context_length * cell.d_head * FACTOR_BYTES[cell.precision]
 
 
 def naive_saved_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
@@ -516,7 +509,7 @@ def version_rows(
             version=version,
             phase=phase,
             status=Status.OK,
-            must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements[phase],
+            must_move_bytes=FACTOR_BYTES[precision] * must_move_elements[phase],
             matmul_flops=matmul_flops[phase],
         )
         for phase in PHASES

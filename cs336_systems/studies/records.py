@@ -14,10 +14,6 @@ from ..files import read_json
 from ..record import Environment, Failure, Input, RecordError, Status
 
 FORMAT_VERSION = 1
-ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
-"""Bytes of one element of the inputs: they have the precision's own data type, there is no
-autocast.
-"""
 PRECISIONS_HELP = "Of inputs and products, without autocast: fp32, tf32, bf16, fp16."
 
 
@@ -45,6 +41,8 @@ class Cell(Generic[RowT]):
     label: str
     """A few words for people."""
     rows: tuple[RowT, ...]
+    part: str = ""
+    """The part of the study by which its seconds are summed up; empty if it has no parts."""
 
     def failed(self, status: Status, failure: Failure) -> tuple[RowT, ...]:
         """The rows with the failure in place of a measurement."""

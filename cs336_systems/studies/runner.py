@@ -11,7 +11,7 @@ folder.
 
 import contextlib
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -55,6 +55,7 @@ def run_study(
     preload("cs336.studies.cell", grid.MEASURE.partition(":")[0])
     gpus = visible_gpus()[: grid.world_size] if grid.device is Device.CUDA else ()
     done, total = 0, sum(map(len, groups))
+    seconds: defaultdict[str, float] = defaultdict(float)
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
             stack.enter_context(
@@ -65,7 +66,9 @@ def run_study(
         for group in groups:
             for key, cell in group.items():
                 announce(cell.label, done, total)
+                started_s = monotonic()
                 rows = worker.measure(cell)
+                seconds[cell.part] += monotonic() - started_s
                 if grid.own is not None and grid.source not in (None, source_of(grid.own)):
                     raise store.SweepError(
                         f"{grid.own} changed while it was measured; run the same command again"
@@ -74,6 +77,9 @@ def run_study(
                 cells.keep(key, rows, worker.environment)
                 on_progress()
             worker.close()
+    if len(seconds) > 1:
+        parts = (f"{part} {part_s:.1f}" for part, part_s in seconds.items())
+        print_aside(f"seconds by part: {', '.join(parts)}")
     return cells.study()
 
 

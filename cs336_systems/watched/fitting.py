@@ -5,10 +5,11 @@ two batches.
 import copy
 import functools
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from math import prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ LIMIT_S = 30.0
 """Longest time that all traces of one loop may take."""
 STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
+OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+"""Modules whose operators are cuDNN's."""
 IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
@@ -101,11 +104,11 @@ class Fitting:
 def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
     """The largest batches whose steps fit into what PyTorch's allocator may have.
 
-    The operators of recurrent networks are cuDNN's, and keep what it chooses. So where a model has
-    them, the bytes that were not reached at the failure are left free, and the allocator is to give
-    nothing back to the driver: where it has to, the exact order of all tensors decides what fits.
-    Workspaces of convolutions count as none: PyTorch tries another algorithm where one finds no
-    memory for its workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp).
+    cuDNN chooses its workspaces itself, and tries others where memory does not suffice. So where a
+    model has its operators, and where checkpoints are the user's to put, the allocator is to give
+    nothing back to the driver: where it has to, the exact order of tensors decides what fits. What
+    recurrent layers keep is not known; the bytes that were not reached at the failure are left free
+    for it.
     """
     end_s = monotonic() + LIMIT_S
     fits: list[Fit] = []
@@ -118,14 +121,11 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         model = loop.call.model()
-        is_exact = model is None or not any(
-            isinstance(part, nn.RNNBase) for part in model.modules()
-        )
-        if not is_exact:
+        is_recurrent, has_cudnn = _has(model, nn.RNNBase), _has(model, OF_CUDNN)
+        if is_recurrent:
             room_bytes -= unreached_bytes
-            assumptions[
-                "what cuDNN keeps of recurrent layers was not seen, and takes no more than was not reached"
-            ] = None
+            taken_for = "what recurrent layers of cuDNN keep is taken for what was not reached"
+            assumptions[taken_for] = None
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
                 tapes = {}
@@ -135,6 +135,7 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
                         loop, batch, limit_s, is_checkpointed=is_checkpointed
                     )
                     assumptions |= dict.fromkeys(taken)
+                is_exact = not (has_cudnn or is_checkpointed)
                 batch = _largest(tapes, room_bytes, is_exact=is_exact)
                 fits.append(_fit(tapes, batch, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
@@ -146,6 +147,11 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         assumptions=tuple(assumptions),
         reason=reason,
     )
+
+
+def _has(model: nn.Module | None, kinds: tuple[type, ...] | type) -> bool:
+    """Whether a part of the model is of one of these classes."""
+    return model is not None and any(isinstance(part, kinds) for part in model.modules())
 
 
 def _bucket_bytes(model: nn.Module | None) -> int:
@@ -219,17 +225,22 @@ def _steps(
     """The tape of the first steps, as most loops do them, with a model without data; add what it
     takes for granted.
     """
-    inputs, named = loop.call.arguments()
     parameters = list(model.parameters())
-    beside = [shape.tensor() for shape in loop.beside]
-    _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named, beside))])
+    _note(trace, Category.BUFFERS, model.buffers())
     _note(trace, Category.PARAMETERS, parameters)
     _note(trace, Category.OPTIMIZER_STATE, _states(optimizers))
+    batches = deque[object](maxlen=1)
     for _ in range(STEPS):
         trace.begin(Phase.FORWARD)
+        # a loop's names keep the batch before until they have the next one
+        inputs, named = loop.call.arguments()
+        beside = [shape.tensor() for shape in loop.beside]
+        _note(trace, Category.BUFFERS, tensors_in((inputs, named, beside)))
+        batches.append((inputs, named, beside))
         with torch.autocast("cuda", loop.autocast, enabled=loop.autocast is not None):
             result = model(*inputs, **named)
-            loss, assumption = loss_of_loop(result, loop.loss)
+            known = [*tensors_in((beside, inputs, named))]
+            loss, assumption = loss_of_loop(result, loop.loss, known)
         assumptions[:] = assumption
         if loop.kept is Kept.LOSS:
             del result
@@ -247,7 +258,7 @@ def _steps(
             type(optimizer).step(optimizer)
         trace.note(Category.OPTIMIZER_STATE, _states(optimizers))
         trace.begin(Phase.STEP)
-        del gradients
+        del gradients, inputs, named, beside, known
         if not loop.keeps_gradients:
             for parameter in parameters:
                 parameter.grad = None
@@ -273,9 +284,13 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
 def loss_of_loop(
     result: Any,  # noqa: ANN401
     function: str | None,
+    known: Iterable[Tensor] = (),
 ) -> tuple[Tensor | None, list[str]]:
     """The model's own loss, or that of the loop's function for its first result, or the sum of its
     results; and what is taken for granted.
+
+    The target is the first of the loop's `known` tensors that has its size and type, else a tensor
+    of its own.
     """
     tensors = [value for value in tensors_in((result,)) if value.requires_grad]
     numbers = [value for value in tensors if value.ndim == 0]
@@ -283,14 +298,16 @@ def loss_of_loop(
         return loss_of(result), []
     if function is None:
         return loss_of(result), ["the loss outside of the model was not seen, and takes nothing"]
-    scores = tensors[0]
+    scores, kind = tensors[0], tensors[0].dtype
+    shape = [*scores.shape]
     if function in OF_CLASSES:
         if scores.ndim < IMAGE_AXES:
             scores = scores.flatten(0, -2)
-        shape = [*scores.shape[:1], *scores.shape[2:]]
-        target = scores.new_empty(shape, dtype=torch.int64)
-    else:
-        target = torch.empty_like(scores, requires_grad=False)
+        shape, kind = [*scores.shape[:1], *scores.shape[2:]], torch.int64
+    # within a trace, tensors without data say that they are on the GPU
+    alike = [one for one in known if one.dtype is kind and one.numel() == prod(shape)]
+    on_device = [one for one in alike if one.device == scores.device]
+    target = on_device[0].reshape(shape) if on_device else scores.new_empty(shape, dtype=kind)
     loss = getattr(F, function)(scores, target)
     return loss, [f"the loss outside of the model is {function}, which its code names"]
 

@@ -1,6 +1,7 @@
 """`cs336 account`: what its flags mean, what it prints and writes, and what it refuses."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -128,6 +129,21 @@ def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> No
     flags = ["--attention", "sdpa", "--sdpa-backend", "flash", "--precision", str(Precision.FP32)]
     assert account(*flags) == 0
     assert "Not predicted" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_fast_step_in_fp8_is_shorter_and_keeps_the_weights_in_it_besides(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A byte of each matrix of a block is kept for backward, less one of activations."""
+    steps = {}
+    for flags in ([], ["--fp8"]):
+        words = ["--size", "xl", "--fast", *flags, "--device-name", "H200", "--json"]
+        assert account(*words) == 0
+        steps[bool(flags)] = json.loads(capsys.readouterr().out)
+    assert steps[True]["time"]["step_s"] < steps[False]["time"]["step_s"]
+    peaks = [steps[fp8]["memory"]["peak"]["allocated_bytes"] for fp8 in (False, True)]
+    most_bytes = max(part["parameters"] or 0 for part in steps[True]["parts"])
+    assert peaks[0] < peaks[1] < peaks[0] + most_bytes
 
 
 def test_a_damaged_file_of_ceilings_is_said_and_costs_nothing_else(

@@ -257,6 +257,9 @@ def test_the_derivation_has_a_row_for_each_collective(tmp_path: Path) -> None:
         (["--gpus", "8xH200", "--global-batch", "some"], "some"),
         (["--gpus", "8xH200", "--precision", "fp16"], "fp16"),
         (["--gpus", "8xH200", "--size", "huge"], "unknown size"),
+        (["--gpus", "8xH200", "--fp8", "mx"], "--fp8 mx"),
+        (["--gpus", "8xA100-SXM4-80GB", "--fp8", "tensor"], "--fp8 tensor"),
+        (["--gpus", "8xH200", "--fp8", "tensor", "--precision", "fp32"], "--precision fp32"),
     ],
     ids=lambda value: repr(value)[-40:],
 )

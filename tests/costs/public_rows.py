@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from cs336.config import (
     SIZES,
@@ -29,6 +30,7 @@ from cs336.costs.hardware import find_device
 from cs336.costs.layout import Layout
 from cs336.costs.layout_cost import layout_cost
 from cs336.costs.networks import links_of
+from cs336.costs.recipes import Recipe
 from cs336.costs.time import has_large_matmuls
 from cs336.report.formats import to_csv
 from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
@@ -45,6 +47,8 @@ FILES = {
     "qwen3_235b_a22b": "qwen3_235b_a22b",
 }
 """Configuration files of models with experts, by the rows' names."""
+RECIPES = {"fp8": Recipe.TENSOR, "mxfp8": Recipe.MX}
+"""Recipes of rows whose blocks are in fp8; what is said to be fp8 has one scale a tensor."""
 COLUMNS = (
     *("name", "context", "micro_batch", "accumulate", "hardware", "gpus", "precision", "layout"),
     *("published", "foretold", "error_percent", "published_gib", "foretold_gib"),
@@ -66,7 +70,7 @@ def why_not_asked(row: Row) -> str:
         return "attention with sinks, which transformers does not fuse"
     if row["experts"] and row["name"].lower() not in FILES:
         return "experts of a model without a configuration file here"
-    if row["precision"] not in ("bf16", "fp32"):
+    if row["precision"] not in (*RECIPES, "bf16", "fp32"):
         return f"matmuls in {row['precision']}"
     if row["checkpoint"] == "selective":
         return "selective checkpoints"
@@ -111,7 +115,7 @@ def file_of(row: Row, folder: Path) -> str:
 
 def layout_of(row: Row) -> Layout:
     """The layout of a row; the ranks that are left of its GPUs are replicas or shards."""
-    numbers = {
+    numbers: dict[str, Any] = {
         "tensor": int(row["tensor"]),
         "pipeline": int(row["pipeline"]),
         "context": int(row["context_parallel"]),
@@ -119,14 +123,15 @@ def layout_of(row: Row) -> Layout:
         "micro_batch": int(row["micro_batch"]),
         "accumulate": int(row["accumulate"]),
         "checkpoint": int(row["checkpoint"] == "full"),
+        "fp8": RECIPES.get(row["precision"]),
     }
-    ways = numbers["tensor"] * numbers["pipeline"] * numbers["context"]
+    ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
     replicas = int(row["gpus"]) // ways
     if row["experts"]:
         # experts are divided by ranks of tensor groups too, and all else by the optimizer's shards
         numbers["expert"] = max(1, int(row["expert_parallel"]) // numbers["tensor"])
         return Layout(**numbers, shard=replicas // numbers["expert"], stage=1)
-    if row["shard"] == "optimizer only" or numbers["context"] > 1:
+    if row["shard"] == "optimizer only" or int(row["context_parallel"]) > 1:
         return Layout(**numbers, shard=replicas, stage=1)
     if not row["shard"].isdigit():
         return Layout(**numbers, data=replicas)
@@ -143,6 +148,8 @@ def assumed(row: Row) -> str:
         words.append("no checkpoints")
     if row["compile"] != "no":
         words.append("eager")
+    if row["experts"] and row["precision"] in RECIPES:
+        words.append("matmuls of experts in bf16")
     return ", ".join(words)
 
 
@@ -166,7 +173,7 @@ def foretold(row: Row, folder: Path) -> dict[str, object]:
         size="custom",
         model=model_of(row),
         device=Device.CUDA,
-        precision=Precision(row["precision"]),
+        precision=Precision.BF16 if row["precision"] in RECIPES else Precision(row["precision"]),
         optimizer=OptimizerKind.FUSED,
         batch_size=int(row["micro_batch"]),
         model_factory=file_of(row, folder) if row["experts"] else None,

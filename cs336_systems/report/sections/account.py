@@ -12,6 +12,7 @@ from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
+from ...costs.kernels import ProductPrecision
 from ...costs.ranks_time import predicted_time, why_no_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
@@ -123,7 +124,9 @@ def account_answer(account: Account) -> Iterator[str]:
             f"{_interval(account.time)}."
         )
         if account.curves is not None:
-            yield f"The time stands on {times_of_kernels(account.curves, account.device_name)}."
+            kernels = times_of_kernels(account.curves, account.device_name)
+            in_fp8 = f"; {times_in_fp8(account.curves)}" if config.fp8 else ""
+            yield f"The time stands on {kernels}{in_fp8}."
     elif account.device_name is not None:
         yield f"The time is not foretold: {_why_no_time(account)}."
 
@@ -152,6 +155,15 @@ def times_of_kernels(curves: DeviceCurves, device_name: str | None) -> str:
     if curves.is_measured:
         return f"kernels measured on {device_name} here"
     return f"the data sheet of {device_name}, and the efficiencies of an {REFERENCE}"
+
+
+def times_in_fp8(curves: DeviceCurves) -> str:
+    """Where the times of matmuls in fp8 come from."""
+    if not curves.has_fp8:
+        return "matmuls in fp8 as efficient as those in bf16, at the peak of the data sheet"
+    count = len(curves.matmuls.get(ProductPrecision.FP8, ()))
+    where = "" if curves.is_measured else f" on an {REFERENCE}"
+    return f"{count} matmuls in fp8 were measured{where}"
 
 
 def summary_tables(account: Account, section: Section) -> list[Table]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from ...analysis.warnings import LOOPS
-from ...config import Device, Precision
+from ...config import Device
 from ...costs.communication import sent_share
-from ...costs.hardware import DeviceSpec, find_device
+from ...costs.hardware import find_device
 from ...studies.ceilings_records import (
     QUEUED_BYTES,
     CeilingsStudy,
@@ -14,7 +14,6 @@ from ...studies.ceilings_records import (
     LaunchCell,
     LaunchKind,
     ProductCell,
-    ProductPrecision,
     Stream,
     StreamCell,
     TimedRow,
@@ -181,7 +180,8 @@ def product_rows(study: CeilingsStudy) -> list[Row]:
 def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
     """The row of one matmul, with its rate and its share of the data sheet's peak."""
     shape, rate, timed = cell.shape, cell.flops_per_s, _row(study, cell, cell.shape.label)
-    promised = promised_flops(find_device(study.device_name), cell.precision)
+    spec = find_device(study.device_name)
+    promised = None if spec is None else spec.peak(cell.precision)
     moved_bytes = shape.moved_bytes(cell.precision)
     row = {
         "precision": cell.precision,
@@ -200,15 +200,6 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
         **derived("data_sheet_share", ratio(rate, promised), timed),
     }
     return _as_ceiling(row, f"{cell.precision} product", "tflops_per_s", "TFLOP/s", shape.label)
-
-
-def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> float | None:
-    """The data sheet's peak of dense products, or None where it is not known."""
-    if spec is None:
-        return None
-    if precision is ProductPrecision.FP8:
-        return spec.fp8_peak_flops_per_s
-    return spec.peak_flops_per_s.get(Precision(precision))
 
 
 def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:

@@ -50,6 +50,7 @@ SCORED_SETTINGS = (
     "optimizer",
     "cuda_graph",
     "checkpoint_blocks",
+    "fp8",
 )
 GROUPED_BY = (
     "device_name",
@@ -60,6 +61,7 @@ GROUPED_BY = (
     "attention",
     "checkpoint_blocks",
     "fast",
+    "fp8",
 )
 """Columns by whose values the errors are also given: the device, and settings."""
 

@@ -15,7 +15,7 @@ from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
 from ..words import DOUBTED_FORECAST, GIB, ratio, significant
-from .account import times_of_kernels
+from .account import times_in_fp8, times_of_kernels
 
 CSV_COLUMNS = (
     "layout",
@@ -134,7 +134,10 @@ def _evidence(plan: TrainingPlan) -> str:
     training = plan.training
     kernels = times_of_kernels(training.curves, training.device_name)
     links = f"; {training.link_source}" if training.gpus > 1 else ""
-    return f"{kernels}{links}."
+    in_fp8 = ""
+    if training.recipe is not None:
+        in_fp8 = f"; {times_in_fp8(training.curves)}, casts are passes over memory"
+    return f"{kernels}{in_fp8}{links}."
 
 
 def in_time(seconds: float, spread: float) -> str:
@@ -206,6 +209,8 @@ def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
     """The command that runs a step of the layout here, or what of it is not run here."""
     others = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
     lacking = [word for axis, word in others.items() if getattr(layout, axis) > 1]
+    if layout.fp8 is not None:
+        lacking.append("fp8 without --fast")
     if layout.shard > 1 and layout.data > 1:
         lacking.append("HSDP")
     if layout.shard > 1 and layout.stage < 3:

@@ -123,7 +123,7 @@ def _bounds(said: Said) -> Iterator[Claim]:
 
 def _waits(said: Said) -> Iterator[Claim]:
     doing = [part for part in said.truth.recorded.doing if part.name == Pause.WAITING]
-    phases = {_WORDS.get(part.act.phase, part.act.phase) for part in doing}
+    phases = {_WORDS.get(part.phase, part.phase) for part in doing}
     if "before backward" in said.finding.text:  # whatever the program did there
         phases.add("forward")
     is_right = said.what.removeprefix("in ") in phases
@@ -146,7 +146,7 @@ def _communication(said: Said) -> Iterator[Claim]:
 
 def _optimizer(said: Said) -> Iterator[Claim]:
     truth = said.truth
-    jobs = [job for job in truth.kernels if job.act.phase == Part.OPTIMIZER]
+    jobs = [job for job in truth.kernels if job.phase == Part.OPTIMIZER]
     is_shown = bool(truth.num_optimizers) or "shown" in map(truth.evidence, jobs)
     yield Claim("there is an optimizer", is_shown, "no range or kernel of an optimizer")
 
@@ -167,7 +167,7 @@ _TIMED = frozenset({"limit", "gap", "bounds", "late", "pauses"})
 
 
 def _advice(text: str, truth: Truth) -> Iterator[Claim]:
-    in_graphs = sum(job.act.is_in_graph for job in truth.kernels) / len(truth.kernels)
+    in_graphs = sum(job.is_in_graph for job in truth.kernels) / len(truth.kernels)
     if re.search("CUDA graph|cuda-graph|reduce-overhead", text) and in_graphs > 0.8:
         yield Claim("advice: graphs", False, f"{in_graphs:.2f} of the kernels are of graphs")
     is_compiled = any(job.name.startswith("triton_") for job in truth.kernels)
@@ -184,21 +184,21 @@ def rank_claims(
     """What is compared, what is said and what is true of the collectives of all ranks, which end
     together; None is said for what is not seen.
     """
-    rows = [[job for job in file.jobs if "Group size" in job.act.args] for file in files]
+    rows = [[job for job in file.jobs if "Group size" in job.args] for file in files]
     names = {of_torch: name for name, of_torch, *_ in COLLECTIVES.values()}
     spread: list[int] = []
     waited, last_of = [0] * len(files), [0] * len(files)
     sent_ns, num_bytes = Counter[str](), Counter[str]()
     for jobs in zip(*rows, strict=True):
         starts = [job.start_ns for job in jobs]
-        last, name = max(starts), names[jobs[0].act.args["Collective name"]]
+        last, name = max(starts), names[jobs[0].args["Collective name"]]
         spread.append(last - min(starts))
         if starts.count(last) == 1:
             last_of[starts.index(last)] += 1
         for rank, job in enumerate(jobs):
             waited[rank] += last - job.start_ns
             sent_ns[name] += job.end_ns - last
-            num_bytes[name] += 2 * job.act.args["In msg nelems"]
+            num_bytes[name] += 2 * job.args["In msg nelems"]
     is_met = bool(profile.ranks) and all(rank.waited_s is not None for rank in profile.ranks)
     said = [sum(map(ns, rank.waited_s or ())) for rank in profile.ranks]
     yield "waits", said if is_met else None, waited

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import pandas as pd
+
 from tests.analysis.kernels.drawn_machine import Job, Recorded, Span
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, microseconds, write_trace
 from tests.analysis.kernels.tracing import PROCESS
@@ -34,78 +36,52 @@ def write(recorded: Recorded, directory: Path) -> Path:
     return write_kineto(recorded, directory / name.format(recorded.rank, _PID + recorded.rank))
 
 
-def _correlations(recorded: Recorded) -> dict[Span, int]:
-    """The number of each call, which lost ones had too."""
-    calls = [span for span in recorded.spans if span.kind == "call"]
-    calls += [job.launch for job in recorded.jobs]
-    return {call: number for number, call in enumerate(dict.fromkeys(calls), start=1)}
-
-
 def write_kineto(recorded: Recorded, path: Path) -> Path:
-    correlation_of, plan = _correlations(recorded), recorded.plan
-    operator_of = _operators(recorded)
-    events = [_host_event(span, correlation_of, operator_of) for span in recorded.spans]
-    for number, job in enumerate(recorded.jobs):
-        events += _device_events(job, number, correlation_of[job.launch], operator_of)
+    events = [_host_event(span) for span in recorded.spans]
+    for job in recorded.jobs:
+        events += _device_events(job)
     top: dict[str, object] = {}
-    if plan.ranks > 1:
-        world = {"backend": "nccl", "rank": recorded.rank, "world_size": plan.ranks}
+    if recorded.plan.ranks > 1:
+        world = {"backend": "nccl", "rank": recorded.rank, "world_size": recorded.plan.ranks}
         top["distributedInfo"] = world
     return write_trace(path, [*events, *_annotations(recorded)], **top)
 
 
-def _operators(recorded: Recorded) -> dict[Span, Event]:
-    """The argument that numbers each operator, and the innermost operator around each call."""
-    opened: defaultdict[int, list[Span]] = defaultdict(list)
-    numbers: dict[Span, Event] = {}
-    for span in sorted(recorded.spans, key=lambda span: (span.start_ns, -span.end_ns)):
-        stack = opened[span.act.thread]
-        while stack and stack[-1].end_ns <= span.start_ns:
-            stack.pop()
-        if span.kind == "operator":
-            stack.append(span)
-            numbers[span] = {"External id": len(numbers) + 1}
-        elif span.kind == "call" and stack:
-            numbers[span] = numbers[stack[-1]]
-    return numbers
-
-
-def _event(span: Span, pid: int, tid: int, args: Event) -> Event:
+def _event(span: Span, pid: int, tid: int, **args: object) -> Event:
     category = "cuda_driver" if span.name.startswith("cuLaunch") else _CATEGORIES[span.kind]
-    duration = span.end_ns - span.start_ns
-    return complete(category, span.name, pid, tid, span.start_ns, duration, **args)
+    if span.operator:
+        args["External id"] = span.operator
+    return complete(
+        category, span.name, pid, tid, span.start_ns, span.end_ns - span.start_ns, **args
+    )
 
 
-def _host_event(
-    span: Span, correlation_of: dict[Span, int], operator_of: dict[Span, Event]
-) -> Event:
-    args = dict(operator_of.get(span, {}))
+def _host_event(span: Span) -> Event:
+    args = dict(span.args)
     if span.kind == "call":
-        args["correlation"] = correlation_of[span]
+        args["correlation"] = span.number
     elif span.kind == "operator":
-        args |= {**span.act.args, "Ev Idx": args["External id"]}
+        args["Ev Idx"] = span.number
         if span.name.startswith("aten::"):
-            shapes = [[768], [4096, 768], [768, 768]]
-            args |= {"Input Dims": shapes, "Input type": ["c10::BFloat16"] * 3}
+            args["Input Dims"] = [[768], [4096, 768], [768, 768]]
+            args["Input type"] = ["c10::BFloat16"] * 3
     elif span.kind == "frame":
-        args |= {"Python id": span.start_ns, "Python module id": 0}
-    return _event(span, _PID, span.act.thread, args)
+        args |= {"Python id": span.number, "Python module id": 0}
+    return _event(span, _PID, span.thread, **args)
 
 
-def _device_events(
-    job: Job, number: int, correlation: int, operator_of: dict[Span, Event]
-) -> Iterator[Event]:
-    device, stream = job.act.device, job.act.stream
-    args = {"device": device, "context": 1, "stream": stream, "correlation": correlation}
-    args |= operator_of.get(job.launch, {})
+def _device_events(job: Job) -> Iterator[Event]:
+    correlation = job.launch.number
+    args: Event = {"device": job.device, "context": 1, "stream": job.stream}
     args |= {"grid": [132, 1, 1]} if job.kind == "kernel" else {"bytes": 4096}
-    if job.act.is_in_graph:
-        args |= {"graph id": 2, "graph node id": number}
-    said = job.act.args if "Collective name" in job.act.args else {}
-    args |= {key: said[key] for key in ("Collective name", "In msg nelems") if said}
-    yield _event(job, device, stream, args)
+    if job.is_in_graph:
+        args |= {"graph id": 2, "graph node id": job.number}
+    for key in {"Collective name", "In msg nelems"} & job.args.keys():
+        args[key] = job.args[key]
+    yield _event(job, job.device, job.stream, correlation=correlation, **args)
     arrow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "bp": "e", "id": correlation}
-    yield arrow | {"pid": device, "tid": stream, "ts": microseconds(BASE_NS + job.start_ns)}
+    place = {"pid": job.device, "tid": job.stream}
+    yield arrow | place | {"ts": microseconds(BASE_NS + job.start_ns)}
 
 
 def _annotations(recorded: Recorded) -> Iterator[Event]:
@@ -113,64 +89,57 @@ def _annotations(recorded: Recorded) -> Iterator[Event]:
     for span in [span for span in recorded.spans if span.kind == "range"]:
         inside: defaultdict[tuple[int, int], list[Job]] = defaultdict(list)
         for job in recorded.jobs:
-            is_of_thread = job.launch.act.thread == span.act.thread
+            is_of_thread = job.launch.thread == span.thread
             if is_of_thread and span.start_ns <= job.launch.start_ns <= span.end_ns:
-                inside[job.act.device, job.act.stream].append(job)
+                inside[job.device, job.stream].append(job)
         for place, jobs in inside.items():
             start, end = jobs[0].start_ns, max(job.end_ns for job in jobs)
             yield complete("gpu_user_annotation", span.name, *place, start, end - start)
 
 
-_COPIES = {
-    "HtoD": (1, "Host-to-Device"),
-    "DtoH": (2, "Device-to-Host"),
-    "PtoP": (10, "Peer-to-Peer"),
-}
+_COPIES = {"HtoD": 1, "DtoH": 2, "PtoP": 10}
 _MEMORIES = {"Pageable": 0, "Pinned": 1, "Device": 2}
+_ENUMS = {
+    "ENUM_NSYS_EVENT_TYPE": {"NvtxPushPopRange": 59},
+    "ENUM_CUDA_MEMCPY_OPER": {"Host-to-Device": 1, "Device-to-Host": 2, "Peer-to-Peer": 10},
+    "ENUM_CUDA_MEM_KIND": _MEMORIES,
+}
 _ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 
 
 def write_nsys(recorded: Recorded, path: Path) -> Path:
     """Write the export of nsys, which has ranges and calls, and neither operators nor frames."""
-    events = [*recorded.spans, *recorded.jobs]
-    names = dict.fromkeys(event.name for event in events)
+    names = dict.fromkeys(event.name for event in [*recorded.spans, *recorded.jobs])
     strings = {name: number for number, name in enumerate(names, start=1000)}
-    correlation_of = _correlations(recorded)
     rows: defaultdict[str, list[Event]] = defaultdict(list)
     rows["StringIds"] = [{"id": number, "value": text} for text, number in strings.items()]
-    rows["ENUM_NSYS_EVENT_TYPE"] = [{"id": 59, "name": "NvtxPushPopRange"}]
-    copies, memories = _COPIES.values(), _MEMORIES.items()
-    rows["ENUM_CUDA_MEMCPY_OPER"] = [{"id": i, "name": name, "label": name} for i, name in copies]
-    rows["ENUM_CUDA_MEM_KIND"] = [{"id": i, "name": name, "label": name} for name, i in memories]
+    for table, numbers in _ENUMS.items():
+        rows[table] = [{"id": i, "name": name, "label": name} for name, i in numbers.items()]
     for span in recorded.spans:
         row: Event = {"start": span.start_ns, "end": span.end_ns}
-        row["globalTid"] = PROCESS + span.act.thread
+        row["globalTid"] = PROCESS + span.thread
         if span.kind == "call":
-            row |= {"correlationId": correlation_of[span], "nameId": strings[span.name]}
+            row |= {"correlationId": span.number, "nameId": strings[span.name]}
             rows[_ACTIVITY + "RUNTIME"].append(row)
         elif span.kind == "range":
             # the package nvtx registers its strings, PyTorch's nvtx writes them into the event
-            text: Event = {"text": None, "textId": strings[span.name]}
-            if recorded.plan.seed % 2:
-                text = {"text": span.name, "textId": None}
-            rows["NVTX_EVENTS"].append(row | {"eventType": 59} | text)
-    for number, job in enumerate(recorded.jobs, start=1):
+            is_registered = recorded.plan.seed % 2 == 0
+            row |= {"eventType": 59, "textId": strings[span.name] if is_registered else None}
+            rows["NVTX_EVENTS"].append(row | {"text": None if is_registered else span.name})
+    for job in recorded.jobs:
         row = {"start": job.start_ns, "end": job.end_ns, "globalPid": PROCESS, "contextId": 1}
-        row |= {"deviceId": job.act.device, "streamId": job.act.stream}
-        row["correlationId"] = correlation_of[job.launch]
+        row |= {"deviceId": job.device, "streamId": job.stream}
+        row["correlationId"] = job.launch.number
         if job.kind == "kernel":
-            node = number if job.act.is_in_graph else None
-            names = {"demangledName": strings[job.name], "shortName": strings[job.name]}
-            rows[_ACTIVITY + "KERNEL"].append(row | names | {"graphNodeId": node})
+            row |= dict.fromkeys(("demangledName", "shortName"), strings[job.name])
+            row["graphNodeId"] = job.number if job.is_in_graph else None
+            rows[_ACTIVITY + "KERNEL"].append(row)
         else:
             _, kind, source, *_, target = job.name.replace("(", "").replace(")", "").split()
-            row |= {"bytes": 4096, "copyKind": _COPIES[kind][0]}
+            row |= {"bytes": 4096, "copyKind": _COPIES[kind]}
             row |= {"srcKind": _MEMORIES[source], "dstKind": _MEMORIES.get(target, 2)}
             rows[_ACTIVITY + "MEMCPY"].append(row)
-    with closing(sqlite3.connect(path)) as db, db:
+    with closing(sqlite3.connect(path)) as db:
         for table, of_table in rows.items():
-            db.execute(f"CREATE TABLE {table} ({', '.join(of_table[0])})")
-            marks = ", ".join("?" * len(of_table[0]))
-            values = [tuple(row.values()) for row in of_table]
-            db.executemany(f"INSERT INTO {table} VALUES ({marks})", values)
+            pd.DataFrame(of_table, dtype=object).to_sql(table, db, index=False)
     return path

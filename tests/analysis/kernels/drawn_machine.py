@@ -1,19 +1,23 @@
-"""Hosts and devices that run a program to the nanosecond, and what a profiler keeps of that.
-
-Each rank is a `Machine` that runs the same acts in its own time; ranks meet in collectives.
-"""
+"""Hosts and devices that run a program to the nanosecond, and what a profiler keeps of that."""
 
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from threading import Barrier
+from typing import Any
 
 from tests.analysis.kernels.drawn_plans import Pause, Plan
-from tests.analysis.kernels.drawn_programs import MICROSECOND, Act, Writer
+
+Thread = IntEnum("Thread", "MAIN AUTOGRAD LOADING")
+Stream = IntEnum("Stream", {"COMPUTE": 7, "COPIES": 13, "SIDE": 17, "COMMUNICATION": 20})
+MICROSECOND, MILLISECOND = 1_000, 1_000_000
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Span:
     """What is open on a thread of the host: a range, an operator, a call or a Python frame."""
 
@@ -21,10 +25,24 @@ class Span:
     name: str
     start_ns: int
     end_ns: int
-    act: Act
+    number: int
+    operator: int = 0
+    """The number of the innermost operator that is open; 0 for none."""
+    means: str = ""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    """The kind, batch and tokens of a server's step."""
+    phase: str = ""
+    step: int = -1
+    """The step of the optimizer or of the server; -1 outside of all."""
+    micro: int = 0
+    device: int = 0
+    stream: int = Stream.COMPUTE
+    thread: int = Thread.MAIN
+    is_in_graph: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Job(Span):
     """A kernel or a copy, and the call that launched it."""
 
@@ -34,106 +52,139 @@ class Job(Span):
 class Machine:
     """One rank: a host that launches work, and devices whose streams run it in order."""
 
-    def __init__(self, plan: Plan, rank: int = 0) -> None:
-        self.plan, self.random = plan, random.Random(f"{plan.seed} {rank}")
+    def __init__(self, plan: Plan, rank: int, barrier: Barrier, starts: list[int]) -> None:
+        self.plan, self.rank = plan, rank
+        self.barrier, self.starts = barrier, starts
+        self.random = random.Random(plan.seed)
+        """What all ranks draw alike."""
+        self.noise = random.Random(f"{plan.seed} {rank}")
         self.slowness = 1.6 if (plan.limit, plan.slow_rank) == ("ranks", rank) else 1.0
         self.pace_ns = 25 * MICROSECOND if plan.limit == "host" else 5 * MICROSECOND
-        self.now = self.begun_ns = 0
-        self.spans, self.opened = list[Span](), list[Span]()
+        self.now = 0
+        self.at: dict[str, Any] = {}
+        """Where in the program the next span stands, by fields of `Span`."""
+        self.spans, self.jobs = list[Span](), list[Job]()
         self.doing = list[Span]()
         """What the host did besides launching, the whole truth; named by a `Pause`."""
-        self.jobs = list[Job]()
         self.free: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """When each stream of each device has done all its work."""
 
-    def spend(self, kind: str, name: str, duration_ns: int, act: Act, what: str = "") -> Span:
+    @property
+    def device(self) -> int:
+        return self.at.get("device", 0)
+
+    @contextmanager
+    def within(self, **changes: Any) -> Iterator[None]:
+        before = self.at
+        self.at = before | changes
+        yield
+        self.at = before
+
+    def spend(self, duration_ns: int, kind: str, name: str, doing: str = "", **what: Any) -> Span:
         """Spend time in a span, or in none if it has no kind, and perhaps not with launching."""
-        span = Span(kind, name, self.now, self.now + duration_ns, act)
-        self.now = span.end_ns
+        end_ns = self.now + duration_ns
+        times = {"start_ns": self.now, "end_ns": end_ns, "number": len(self.spans) + 1}
+        span = Span(kind=kind, name=name, **(self.at | times | what))
+        self.now = end_ns
         if kind:
             self.spans.append(span)
-        if what:
-            self.doing.append(replace(span, name=what))
+        if doing:
+            self.doing.append(replace(span, name=doing))
         return span
 
-    def open(self, act: Act) -> None:
-        if act.kind == "thread":
-            self.begun_ns = self.now
-            self.now += 3 * MICROSECOND
-        elif act.kind == "graph":
-            self.graph = self.spend("call", "cudaGraphLaunch", 12 * MICROSECOND, act)
-        else:
-            self.opened.append(self.spend(act.kind, act.name, 200 + len(act.name), act))
+    @contextmanager
+    def opened(self, kind: str, name: str, means: str = "", **what: Any) -> Iterator[None]:
+        """Something that is open on the host, if it has a name and no graph has recorded it."""
+        if not name or "is_in_graph" in self.at:
+            yield
+            return
+        span = self.spend(200 + len(name), kind, name, means=means, **what)
+        if kind == "operator":
+            span.operator = span.number
+        with self.within(operator=span.operator):
+            yield
+        self.now += 100
+        span.end_ns = self.now
 
-    def close(self, act: Act) -> None:
-        if act.kind == "thread":
-            self.now = self.begun_ns if act.name == "beside" else self.now + 3 * MICROSECOND
-        elif act.kind != "graph":
-            self.now += 100
-            self.opened.pop().end_ns = self.now
+    @contextmanager
+    def on_thread(self, thread: int) -> Iterator[None]:
+        """Another thread, which the main one waits for if it does not load beside it."""
+        begun_ns = self.now
+        change_ns = 0 if "is_in_graph" in self.at else 3 * MICROSECOND
+        self.now += change_ns
+        with self.within(thread=thread):
+            yield
+        self.now = begun_ns if thread == Thread.LOADING else self.now + change_ns
 
-    def pause(self, act: Act) -> None:
-        kind = "call" if act.means == Pause.ALLOCATION else ""
-        duration = int(act.duration_ns * self.random.uniform(0.9, 1.1))
-        self.spend(kind, "cudaMalloc", duration, act, act.means)
+    @contextmanager
+    def graph(self, is_one: object) -> Iterator[None]:
+        """What is launched as one graph, if it is."""
+        if not is_one:
+            yield
+            return
+        with self.within(is_in_graph=True):
+            self.of_graph = self.spend(12 * MICROSECOND, "call", "cudaGraphLaunch")
+            yield
 
-    def wait(self, act: Act) -> None:
+    def pause(self, reason: str, duration_ns: int) -> None:
+        kind = "call" if reason == Pause.ALLOCATION else ""
+        self.spend(int(duration_ns * self.noise.uniform(0.9, 1.1)), kind, "cudaMalloc", reason)
+
+    def wait(self, name: str) -> None:
         """A call that returns when the stream, or all of them, have come so far."""
-        until = self.free[act.device, act.stream] if act.stream >= 0 else max(self.free.values())
-        duration = max(until - self.now, 0) + 2 * MICROSECOND
-        self.spend("call", act.name, duration, act, Pause.WAITING)
+        until = max(self.free.values())
+        if name == "cudaStreamSynchronize":
+            until = self.free[self.device, Stream.COMPUTE]
+        duration_ns = max(until - self.now, 0) + 2 * MICROSECOND
+        self.spend(duration_ns, "call", name, Pause.WAITING)
 
-    def join(self, act: Act) -> None:
+    def join(self, stream: int, of_stream: int, of_device: int | None = None) -> None:
         """Let a stream wait for all work of another."""
-        of_device = act.device if act.of_device is None else act.of_device
-        stream, other = (act.device, act.stream), (of_device, act.of_stream)
-        self.free[stream] = max(self.free[stream], self.free[other])
-        if not act.is_in_graph:
-            self.spend("call", "cudaStreamWaitEvent", MICROSECOND, act)
+        other = self.device if of_device is None else of_device, of_stream
+        self.free[self.device, stream] = max(self.free[self.device, stream], self.free[other])
+        if "is_in_graph" not in self.at:
+            self.spend(MICROSECOND, "call", "cudaStreamWaitEvent", stream=stream)
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
         """How long a kernel or copy runs, which part of the usual time the host needs to launch
         it, and how long its stream pauses before it.
         """
-        return act.duration_ns, 1.0, 700
+        return duration_ns, 1.0, 700
 
-    def launch(self, act: Act) -> None:
-        duration, rate, between = self.costs(act)
-        launch = self.graph if act.is_in_graph else self.launching(act, rate)
-        stream = act.device, act.stream
-        start = max(self.free[stream] + between, launch.start_ns + 6 * MICROSECOND)
-        end = start + int(duration * self.slowness) + self.random.randrange(1, 50)
-        self.free[stream] = end
-        self.jobs.append(Job(act.kind, act.name, start, end, act, launch))
+    def launch(self, kind: str, name: str, duration_ns: int, stream: int, **what: Any) -> Job:
+        duration_ns, rate, between_ns = self.costs(kind, name, duration_ns)
+        place = self.device, stream
+        launch = self.of_graph if "is_in_graph" in self.at else self.launching(kind, name, rate)
+        start_ns = max(self.free[place] + between_ns, launch.start_ns + 6 * MICROSECOND)
+        end_ns = start_ns + int(duration_ns * self.slowness) + self.noise.randrange(1, 50)
+        self.free[place] = end_ns
+        what |= {"stream": stream, "launch": launch, "number": len(self.jobs) + 1}
+        what |= {"start_ns": start_ns, "end_ns": end_ns}
+        self.jobs.append(Job(kind=kind, name=name, **(self.at | what)))
+        return self.jobs[-1]
 
-    def launching(self, act: Act, rate: float) -> Span:
+    def launching(self, kind: str, name: str, rate: float) -> Span:
         """The call that launches, which waits while the queue of the device is full."""
-        pace = int(rate * self.pace_ns * self.random.uniform(0.7, 1.4))
-        share, depth = self.random.uniform(0.3, 0.6), self.plan.queue
-        self.now += int(pace * (1 - share))
-        oldest = self.jobs[-depth].end_ns if len(self.jobs) >= depth else 0
-        blocked = max(oldest - self.now, 0)
-        name = "cudaLaunchKernel" if act.kind == "kernel" else "cudaMemcpyAsync"
-        if act.name.startswith("triton_"):
-            name = "cuLaunchKernelEx"  # Triton launches by the driver itself
-        call = self.spend("call", name, blocked + int(pace * share), act)
-        if blocked:  # in no phase, as it is no call that waits
-            self.doing.append(replace(call, name=Pause.WAITING, act=act._replace(phase="")))
-        return call
+        pace_ns = int(rate * self.pace_ns * self.noise.uniform(0.7, 1.4))
+        share, depth = self.noise.uniform(0.3, 0.6), self.plan.queue
+        self.now += int(pace_ns * (1 - share))
+        oldest_ns = self.jobs[-depth].end_ns if len(self.jobs) >= depth else 0
+        blocked_ns = max(oldest_ns - self.now, 0)
+        call = "cudaLaunchKernel" if kind == "kernel" else "cudaMemcpyAsync"
+        if name.startswith("triton_"):
+            call = "cuLaunchKernelEx"  # Triton launches by the driver itself
+        launch = self.spend(blocked_ns + int(pace_ns * share), "call", call)
+        if blocked_ns:  # in no phase, as it is no call that waits
+            self.doing.append(replace(launch, name=Pause.WAITING, phase=""))
+        return launch
 
-
-def simulate(plan: Plan, kind: Callable[[Plan, int], Machine] = Machine) -> list[Machine]:
-    """Run the whole program on a machine for each rank."""
-    machines = [kind(plan, rank) for rank in range(plan.ranks)]
-    for act in Writer(plan).acts:
-        for machine in machines:
-            getattr(machine, act.verb)(act)
-        if "Group size" in act.args and act.verb == "launch":
-            # a collective ends on all ranks together: their clocks agree here
-            start = max(machine.jobs[-1].start_ns for machine in machines)
-            for machine in machines:
-                end = start + act.args["In msg nelems"] // 50
-                machine.jobs[-1].end_ns = machine.free[act.device, act.stream] = end
-    return machines
+    def meet(self, job: Job, duration_ns: int) -> None:
+        """End a collective on all ranks together: their clocks agree here."""
+        self.starts[self.rank] = job.start_ns
+        self.barrier.wait()
+        job.end_ns = max(self.starts) + duration_ns
+        self.free[job.device, job.stream] = job.end_ns
+        self.barrier.wait()
 
 
 @dataclass(frozen=True)
@@ -148,7 +199,7 @@ class Recorded:
     doing: list[Span]
 
 
-def recorded(machine: Machine, rank: int = 0) -> Recorded:
+def recorded(machine: Machine) -> Recorded:
     """What the profiler keeps of the rank: events that lie within the cut, but for lost ones."""
     plan, random_ = machine.plan, random.Random(machine.plan.seed)
     low, high = (math.ceil(part * machine.now) for part in plan.cut)
@@ -163,5 +214,5 @@ def recorded(machine: Machine, rank: int = 0) -> Recorded:
         start, end = job.start_ns + plan.shift_ns, job.end_ns + plan.shift_ns
         kept = jobs if is_kept(job) else lost
         kept.append(replace(job, start_ns=start, end_ns=end))
-    jobs.sort(key=lambda job: (job.start_ns, job.act.device, job.act.stream))
-    return Recorded(plan, rank, spans, jobs, lost, machine.doing)
+    jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
+    return Recorded(plan, machine.rank, spans, jobs, lost, machine.doing)

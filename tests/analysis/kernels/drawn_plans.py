@@ -15,6 +15,8 @@ Part = StrEnum(
 """A part of a program, whether a range of the file names it or not; forward and backward run inside
 of the call of the optimizer that is a closure.
 """
+PHASES = tuple(Part)[:9]
+"""Parts that kernels can be of."""
 Pause = StrEnum("Pause", "NOTHING RANGE COLLECTOR ALLOCATION COMPILING WAITING DATA PREPARING")
 """What keeps the host from launching."""
 
@@ -58,6 +60,8 @@ STYLES: Mapping[str, Mapping[str, str]] = {
 """The name of the range around each part of a program in which ranges are named so."""
 UNLISTED = ("iteration", "deepspeed", "short", "words")
 """Styles whose names a reader need not know."""
+EARLY = ("lightning", "iteration")
+"""Styles whose first batch is taken before the step begins."""
 STYLES_OF = {
     "training": [name for name in STYLES if name not in ("vllm", "sglang", "deepseek")],
     "inference": ["none", "torch", "ours"],

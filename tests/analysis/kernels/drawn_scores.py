@@ -20,8 +20,9 @@ from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
 from tests.analysis.kernels.drawn_claims import CAUSES, TOLERANCE, claims, rank_claims
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_machine import Recorded, recorded, simulate
+from tests.analysis.kernels.drawn_machine import Recorded, recorded
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
+from tests.analysis.kernels.drawn_programs import simulate
 from tests.analysis.kernels.drawn_truth import MODULE, Truth
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
@@ -52,7 +53,7 @@ def _compared(kind: str, said: object, true: object, cause: str = "") -> Score:
 def scores(plan: Plan, directory: Path) -> list[Score]:
     """Simulate the program, read its files and compare."""
     machines = simulate(plan)
-    files = [recorded(machine, rank) for rank, machine in enumerate(machines)]
+    files = [recorded(machine) for machine in machines]
     truth = Truth(files[0])
     paths = [write(file, directory) for file in files]
     if not truth.kernels:
@@ -129,19 +130,19 @@ def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
 
 def _labels(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     """The kinds of steps of servers, with batch and tokens where the range's name says them."""
-    spans = [span for span in truth.step_ranges if span.act.means != Part.STEP]
+    spans = [span for span in truth.step_ranges if span.means != Part.STEP]
     if not spans or len(spans) != profile.num_steps:
         return
     if not profile.step_labels:
-        is_one = len({span.act.label for span in spans}) == 1
+        is_one = len({span.label for span in spans}) == 1
         yield Score("kinds", RIGHT if is_one else NOT_SEEN, truth.plan.style)
         return
     for span, label in zip(spans, profile.step_labels, strict=True):
-        kind, batch, tokens = span.act.label.split()
+        kind, batch, tokens = span.label.split()
         if kind == Part.DECODE or not truth.plan.is_mixed:
             is_right = label.kind == kind and label.batch in (None, int(batch))
             is_right = is_right and label.tokens in (None, int(tokens))
-            yield _judged("kinds", is_right, "", label, span.act.label)
+            yield _judged("kinds", is_right, "", label, span.label)
 
 
 def _kernels(attribution: Attribution, truth: Truth) -> Iterator[Score]:
@@ -158,16 +159,16 @@ def _kernels(attribution: Attribution, truth: Truth) -> Iterator[Score]:
         said[key] = PHASES[jobs.phase[row]].value, module
     counts: Counter[tuple[str, str, str]] = Counter()
     for job in truth.jobs:
-        phase, module = said[job.start_ns, job.act.stream, job.act.device]
+        phase, module = said[job.start_ns, job.stream, job.device]
         if job.kind == "copy" and phase == "unattributed":
             continue
         evidence, true = truth.evidence(job), truth.module_of(job)
         verdict = _of_phase(phase, truth.phases_of(job), evidence)
-        cause = f"{job.act.phase or 'no phase'} ({evidence or 'nothing shows it'}) -> {phase}"
+        cause = f"{job.phase or 'no phase'} ({evidence or 'nothing shows it'}) -> {phase}"
         counts["phases", verdict, cause] += 1
         if (true or module) and job.kind == "kernel":
             verdict = _judged("", module == true).verdict if module else NOT_SEEN
-            counts["modules", verdict, f"{job.act.phase}: {true} -> {module}"] += 1
+            counts["modules", verdict, f"{job.phase}: {true} -> {module}"] += 1
     for (kind, verdict, cause), count in counts.items():
         yield Score(kind, verdict, cause, f"{count} kernels")
 
@@ -299,7 +300,7 @@ def _findings(said: Sequence[Finding], profile: StepProfile, truth: Truth) -> It
         for claim in claims(finding, profile.num_steps, truth):
             yield _judged("sentences", claim.is_right, claim.what, finding.text, claim.true)
     waits = truth.is_timed and truth.idle_ns(Pause.DATA) >= 0.25 * truth.profiled_ns
-    if waits and any(span.act.means == Part.DATA for span in truth.ranges):
+    if waits and any(span.means == Part.DATA for span in truth.ranges):
         is_told = any("data" in finding.text.lower() for finding in said)
         yield Score("data", RIGHT if is_told else NOT_SEEN, "data limits")
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from tests.analysis.kernels.drawn_machine import Job, Recorded, Span
+from tests.analysis.kernels.drawn_machine import Job, Recorded, Span, Stream, Thread
 from tests.analysis.kernels.drawn_plans import UNLISTED, Part, Pause
-from tests.analysis.kernels.drawn_programs import ADAM, AUTOGRAD, COMMUNICATION, LOADING, MAIN
+from tests.analysis.kernels.drawn_programs import ADAM
 
 Interval = tuple[int, int]
 
@@ -104,7 +104,7 @@ class Truth:
         return self._opened[event]
 
     def ranges_around(self, job: Job, *means: str) -> list[Span]:
-        return [s for s in self.around(job) if s.kind == "range" and s.act.means in means]
+        return [s for s in self.around(job) if s.kind == "range" and s.means in means]
 
     def launched_in(self, span: Span) -> list[Job]:
         """Kernels of the file whose launch is in the file and in the range."""
@@ -115,8 +115,7 @@ class Truth:
         around = [
             span
             for span in self.opened_at(event)
-            if (span.kind, span.act.thread) == (kind, event.act.thread)
-            and span.name.startswith(name)
+            if (span.kind, span.thread) == (kind, event.thread) and span.name.startswith(name)
         ]
         return max(around, key=lambda span: span.start_ns, default=None)
 
@@ -149,7 +148,7 @@ class Truth:
         return max(both) - min(both)
 
     def busy(self, device: int) -> list[Interval]:
-        return union(times(job for job in self.jobs if job.act.device == device))
+        return union(times(job for job in self.jobs if job.device == device))
 
     @cached_property
     def busy_ns(self) -> int:
@@ -168,8 +167,8 @@ class Truth:
     @cached_property
     def collectives(self) -> Interval:
         """Time in which collectives run, and the part in which nothing else does."""
-        jobs = [job for job in self.jobs if job.act.stream == COMMUNICATION]
-        others = [job for job in self.jobs if job.act.stream != COMMUNICATION]
+        jobs = [job for job in self.jobs if job.stream == Stream.COMMUNICATION]
+        others = [job for job in self.jobs if job.stream != Stream.COMMUNICATION]
         return length(union(times(jobs))), alone(jobs, others)
 
     @cached_property
@@ -180,13 +179,13 @@ class Truth:
 
     @cached_property
     def step_ranges(self) -> list[Span]:
-        spans = [s for s in self.ranges if s.act.means in (Part.STEP, *_TURNS)]
+        spans = [s for s in self.ranges if s.means in (Part.STEP, *_TURNS)]
         return sorted(spans, key=lambda span: span.start_ns)
 
     @cached_property
     def num_optimizers(self) -> int:
         """Ranges around calls of the optimizer, without those inside of others."""
-        spans = [s for s in self.ranges if s.act.means in (Part.OPTIMIZER, Part.CLOSURE)]
+        spans = [s for s in self.ranges if s.means in (Part.OPTIMIZER, Part.CLOSURE)]
         return len(union(times(spans)))
 
     def step_counts(self) -> tuple[set[int], bool]:
@@ -221,7 +220,7 @@ class Truth:
         """
 
         def numbers(jobs: Iterable[Job]) -> set[Interval]:
-            return {(job.act.step, job.act.micro * by_micro) for job in jobs if job.act.step >= 0}
+            return {(job.step, job.micro * by_micro) for job in jobs if job.step >= 0}
 
         unlaunched = [job for job in self.jobs if job.launch not in self.kept]
         seen = numbers(self.jobs)
@@ -230,31 +229,31 @@ class Truth:
 
     def _passes(self) -> set[int]:
         """The numbers of micro-batches that are right."""
-        ranges = sum(span.act.means == Part.FORWARD for span in self.ranges)
+        ranges = sum(span.means == Part.FORWARD for span in self.ranges)
         return {ranges} | self._counted(by_micro=True)
 
     def count_of_kind(self, kind: str) -> set[int]:
         """How many steps of the kind are in the file, where those at edges may be left out."""
         plan = self.plan
         if kind in _TURNS:
-            spans = [span for span in self.step_ranges if span.act.means == kind]
+            spans = [span for span in self.step_ranges if span.means == kind]
             worked = [span for span in spans if self.launched_in(span)]
             return set(range(len(worked) - sum(map(self.lacks, spans)), len(spans) + 1))
         if kind == "with the optimizer":
-            updates = {job.act.step for job in self.jobs if job.act.phase == Part.OPTIMIZER}
+            updates = {job.step for job in self.jobs if job.phase == Part.OPTIMIZER}
             return set(range(len(updates) - 2, len(updates) + 2))
         if kind == "forward only":
             return {1, 2} if plan.evaluates or plan.kind == "inference" else set()
         # a step that the file cuts before its optimizer is none without an optimizer
         is_hidden = plan.optimizer in ("", "plain") or plan.dropped in ("range", "call", "kernel")
-        passes = {(job.act.step, job.act.micro) for job in self.jobs if job.act.step >= 0}
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
         return set(range(1, len(passes) + 1)) if plan.steps_of_micro or is_hidden else set()
 
     # phases, modules and operators of kernels
 
     def phases_of(self, job: Job) -> set[str]:
         """The phases that may be said of a kernel."""
-        phase = job.act.phase
+        phase = job.phase
         right = {phase}
         if phase in (Part.FORWARD, Part.LOSS, Part.EVALUATION):
             right = {Part.FORWARD, Part.LOSS}
@@ -262,14 +261,14 @@ class Truth:
             right = {Part.BACKWARD, "weight gradients"}
         elif phase in (Part.ZERO_GRAD, Part.CLIP):
             right = {Part.OPTIMIZER} if self.ranges_around(job, *_UPDATING) else right
-        if job.launch.act.thread == LOADING:  # the main thread's phase, by when it was launched
-            right |= {span.act.means for span in self.ranges_around(job, *_COMPUTING)}
+        if job.launch.thread == Thread.LOADING:  # the main thread's phase, by when it was launched
+            right |= {span.means for span in self.ranges_around(job, *_COMPUTING)}
             right |= {Part.OPTIMIZER} if self.ranges_around(job, *_UPDATING) else set()
         return right
 
     def evidence(self, job: Job) -> str:
         """What the file has of the kernel's phase: `shown`, `hinted` or nothing."""
-        phase, is_in_graph = job.act.phase, job.act.is_in_graph
+        phase, is_in_graph = job.phase, job.is_in_graph
         if phase == Part.OPTIMIZER and job.name == ADAM:
             return "shown"
         around = self.around(job)
@@ -283,8 +282,8 @@ class Truth:
             job, *_TURNS, phase
         ):
             return "shown"
-        is_node = any(s.kind == "operator" and s.act.means == Part.BACKWARD for s in around)
-        if phase == Part.BACKWARD and (is_node or job.launch.act.thread == AUTOGRAD):
+        is_node = any(s.kind == "operator" and s.means == Part.BACKWARD for s in around)
+        if phase == Part.BACKWARD and (is_node or job.launch.thread == Thread.AUTOGRAD):
             return "shown" if is_node else "hinted"
         is_hinted = self.plan.kind != "training" or (self.has_backward and not is_in_graph)
         return "hinted" if is_forward and is_hinted else ""
@@ -292,27 +291,29 @@ class Truth:
     @cached_property
     def has_backward(self) -> bool:
         """Whether something in the file shows a backward pass."""
-        return any(job.launch.act.thread == AUTOGRAD and self.around(job) for job in self.kernels)
+        return any(
+            job.launch.thread == Thread.AUTOGRAD and self.around(job) for job in self.kernels
+        )
 
     def module_of(self, job: Job) -> str:
         """The innermost module whose frame of Python was open at the launch, or, for a node of
         backward, at its operator of forward; empty for none.
         """
-        if self.plan.is_nsys or not self.around(job) or job.act.is_in_graph:
+        if self.plan.is_nsys or not self.around(job) or job.is_in_graph:
             return ""
         module = self.innermost("frame", MODULE, job.launch)
         node = self.innermost("operator", "autograd::", job.launch)
         if node is not None and (module is None or module.start_ns < node.start_ns):
-            number = node.act.args.get("Sequence number", -1)
+            number = node.args.get("Sequence number", -1)
             for span in self.recorded.spans:
-                is_forward = span.act.thread == MAIN and span.kind == "operator"
-                if is_forward and span.act.args.get("Sequence number") == number:
+                is_forward = span.thread == Thread.MAIN and span.kind == "operator"
+                if is_forward and span.args.get("Sequence number") == number:
                     module = self.innermost("frame", MODULE, span)
         return "" if module is None else module.name
 
     def operator_of(self, job: Job) -> str:
         """The innermost operator around the launch; empty for none."""
-        if not self.around(job) or job.act.is_in_graph:
+        if not self.around(job) or job.is_in_graph:
             return ""
         operator = self.innermost("operator", "", job.launch)
         return "" if operator is None else operator.name
@@ -331,7 +332,7 @@ class Truth:
             last = self.bounds_of_host[1]
         gaps = []
         for device in self.devices:
-            next_of = {j.start_ns: j for j in reversed(self.jobs) if j.act.device == device}
+            next_of = {j.start_ns: j for j in reversed(self.jobs) if j.device == device}
             busy = self.busy(device)
             between = [(start, end, False) for (_, start), (end, _) in pairwise(busy)]
             if busy:
@@ -347,15 +348,20 @@ class Truth:
     def _reasons(self, start: int, end: int, launched: int) -> dict[str, int]:
         launched = min(max(launched, start), end)
         reasons = Counter({QUEUED: end - launched})
-        # a short wait for data in no range is a time in which something was prepared
-        is_short = not self.plan.loader and self.plan.limit != "data"
         for doing in self.recorded.doing:
-            is_unseen = is_short and doing.name == Pause.DATA
-            reasons[Pause.PREPARING if is_unseen else doing.name] += overlap(
-                (doing.start_ns, doing.end_ns), (start, launched)
-            )
+            reason = Pause.PREPARING if self._is_unseen(doing) else doing.name
+            reasons[reason] += overlap((doing.start_ns, doing.end_ns), (start, launched))
         reasons[LAUNCHING] = max(end - start - reasons.total(), 0)
         return dict(+reasons)
+
+    def _is_unseen(self, doing: Span) -> bool:
+        """Whether this is a short wait for data in no range of the file, so a time in which
+        something was prepared.
+        """
+        if doing.name != Pause.DATA or self.plan.limit == "data":
+            return False
+        loaders = [span for span in self.ranges if span.means in (Part.DATA, Pause.RANGE)]
+        return not any(span.start_ns <= doing.start_ns < span.end_ns for span in loaders)
 
     @property
     def gaps_between(self) -> list[Gap]:
@@ -383,14 +389,14 @@ class Truth:
         """The phases of the jobs and of the next kernels that end idle times."""
         phases = set()
         for gap in self.gaps:
-            jobs = [job for job in self.jobs if job.act.device == gap.device]
+            jobs = [job for job in self.jobs if job.device == gap.device]
             after = [job for job in jobs if job.start_ns >= gap.end_ns]
             kernels = [job for job in after if job.kind == "kernel"]
             if gap.length_ns >= least_ns:
                 for job in after[:1] + kernels[:1]:
                     # what another thread launches is in the main thread's phase too
-                    phases |= self.phases_of(job) if job.launch.act.thread == LOADING else set()
-                    phases.add(job.act.phase)
+                    phases |= self.phases_of(job) if job.launch.thread == Thread.LOADING else set()
+                    phases.add(job.phase)
         return phases
 
     def is_open(self, name: str, gap: Gap, length_ns: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,39 +20,39 @@ from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.difference import Difference
 from cs336.report.sections.kernels.compared import Sides, compared_traces, module_amounts
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_machine import Machine, recorded, simulate
+from tests.analysis.kernels.drawn_machine import MICROSECOND, MILLISECOND, Job, recorded
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import MATMULS, MICROSECOND, MILLISECOND, Act
+from tests.analysis.kernels.drawn_programs import MATMULS, Program, simulate
 
 ALL = 1_000
 SEEDS = 8
 SLOWER, EXTRA = MATMULS[0], "void cs336_injected_kernel<float>(float*)"
 
 
-class Slower(Machine):
+class Slower(Program):
     """One kernel takes 3 ms longer."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        duration, rate, between = super().costs(act)
-        return duration + 3 * MILLISECOND * (act.name == SLOWER), rate, between
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        duration_ns += 3 * MILLISECOND * (name == SLOWER)
+        return super().costs(kind, name, duration_ns)
 
 
-class More(Machine):
+class More(Program):
     """A kernel more in each layer."""
 
-    def launch(self, act: Act) -> None:
-        super().launch(act)
-        if act.name == SLOWER:
-            super().launch(act._replace(name=EXTRA, duration_ns=2 * MILLISECOND))
+    def launch(self, kind: str, name: str, duration_ns: int, stream: int, **what: Any) -> Job:
+        job = super().launch(kind, name, duration_ns, stream, **what)
+        if name == SLOWER:
+            super().launch(kind, EXTRA, 2 * MILLISECOND, stream)
+        return job
 
 
-class LongerBackward(Machine):
+class LongerBackward(Program):
     """Each kernel of backward takes 500 µs longer."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        duration, rate, between = super().costs(act)
-        is_longer = act.phase == Part.BACKWARD
-        return duration + 500 * MICROSECOND * is_longer, rate, between
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        duration_ns += 500 * MICROSECOND * (self.at.get("phase") == Part.BACKWARD)
+        return super().costs(kind, name, duration_ns)
 
 
 def _plans() -> Iterator[Plan]:
@@ -84,7 +85,7 @@ def _plans() -> Iterator[Plan]:
 PLANS = list(_plans())
 
 
-def profile(plan: Plan, directory: Path, kind: type[Machine] = Machine) -> StepProfile:
+def profile(plan: Plan, directory: Path, kind: type[Program] = Program) -> StepProfile:
     """The profile of the program as this kind of run runs it."""
     machine = simulate(plan, kind)[0]
     directory.mkdir(exist_ok=True)
@@ -100,16 +101,16 @@ def named_parts(difference: Difference) -> dict[str, float]:
     return dict(difference.findings[1].numbers)
 
 
-def kernel_ns(plan: Plan, name: str, kind: type[Machine] = Machine) -> int:
+def kernel_ns(plan: Plan, name: str, kind: type[Program] = Program) -> int:
     """The simulated time of one kernel over all steps."""
     jobs = [job for job in simulate(plan, kind)[0].jobs if job.name == name]
-    return sum(job.end_ns - job.start_ns for job in jobs if job.act.step >= 0)
+    return sum(job.end_ns - job.start_ns for job in jobs if job.step >= 0)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
 @pytest.mark.parametrize(("kind", "name"), [(Slower, SLOWER), (More, EXTRA)])
 def test_a_kernel_that_is_slower_or_new_is_named_first(
-    plan: Plan, kind: type[Machine], name: str, tmp_path: Path
+    plan: Plan, kind: type[Program], name: str, tmp_path: Path
 ) -> None:
     a, b = profile(plan, tmp_path / "a"), profile(plan, tmp_path / "b", kind)
     difference = compared(a, b)

@@ -22,9 +22,9 @@ from cs336.report.sections.kernels.gains import (
     waits_gain_s,
 )
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_machine import Machine, recorded, simulate
+from tests.analysis.kernels.drawn_machine import recorded
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import Act
+from tests.analysis.kernels.drawn_programs import Program, simulate
 
 DRAWS, PARTS = 96, 4
 MAX_OUTSIDE = 0.2
@@ -34,62 +34,65 @@ might save too.
 _COMPUTING = (Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.EVALUATION)
 
 
-class Graphed(Machine):
+class Graphed(Program):
     """Kernels are launched at once and follow each other at once."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        return (act.duration_ns, 0.0, 0) if act.kind == "kernel" else super().costs(act)
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        is_kernel = kind == "kernel"
+        return (duration_ns, 0.0, 0) if is_kernel else super().costs(kind, name, duration_ns)
 
 
-class Tight(Machine):
+class Tight(Program):
     """Kernels follow each other at once."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        return act.duration_ns, 1.0, 0
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        return duration_ns, 1.0, 0
 
 
-class Compiled(Machine):
+class Compiled(Program):
     """Forward and backward have matmuls and attention only, which are launched at once."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        if act.kind != "kernel" or act.phase not in _COMPUTING:
-            return super().costs(act)
-        is_kept = any(part in act.name for part in ("nvjet", "gemm", "flash"))
-        return act.duration_ns if is_kept else 0, 0.0, 0
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        if kind != "kernel" or self.at.get("phase") not in _COMPUTING:
+            return super().costs(kind, name, duration_ns)
+        is_kept = any(part in name for part in ("nvjet", "gemm", "flash"))
+        return duration_ns if is_kept else 0, 0.0, 0
 
 
-class Fused(Machine):
+class Fused(Program):
     """The optimizer takes no time."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        return (0, 0.0, 0) if act.phase == Part.OPTIMIZER else super().costs(act)
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        is_updating = self.at.get("phase") == Part.OPTIMIZER
+        return (0, 0.0, 0) if is_updating else super().costs(kind, name, duration_ns)
 
 
-class Ready(Machine):
+class Ready(Program):
     """Each batch is ready at once."""
 
-    def pause(self, act: Act) -> None:
-        super().pause(act._replace(duration_ns=0) if act.means == Pause.DATA else act)
+    def pause(self, reason: str, duration_ns: int) -> None:
+        super().pause(reason, 0 if reason == Pause.DATA else duration_ns)
 
 
-class Unwaited(Machine):
+class Unwaited(Program):
     """The host waits for nothing but the end of the program."""
 
-    def wait(self, act: Act) -> None:
-        if act.name != "cudaStreamSynchronize":
-            super().wait(act)
+    def wait(self, name: str) -> None:
+        if name != "cudaStreamSynchronize":
+            super().wait(name)
 
 
 class Uncopied(Unwaited):
     """Copies take no time."""
 
-    def costs(self, act: Act) -> tuple[int, float, int]:
-        return (0, 1.0, 0) if act.kind == "copy" else super().costs(act)
+    def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
+        is_copy = kind == "copy"
+        return (0, 1.0, 0) if is_copy else super().costs(kind, name, duration_ns)
 
 
-def bounds_s(entry: Explained) -> dict[type[Machine], float]:
+def bounds_s(entry: Explained) -> dict[type[Program], float]:
     """What is said to be gained at most, over all steps of the profile."""
-    bounds: dict[type[Machine], float] = {
+    bounds: dict[type[Program], float] = {
         Graphed: gain_s(entry, Remedy.GRAPHS),
         Tight: between_gain_s(entry),
         Compiled: gain_s(entry, Remedy.COMPILE),
@@ -102,13 +105,13 @@ def bounds_s(entry: Explained) -> dict[type[Machine], float]:
     return bounds
 
 
-def beside_s(machine: Machine) -> float:
+def beside_s(machine: Program) -> float:
     """Time of the work on all streams but the longest, which another program might do beside
     it.
     """
     times: Counter[int] = Counter()
     for job in machine.jobs:
-        times[job.act.stream] += job.end_ns - job.start_ns
+        times[job.stream] += job.end_ns - job.start_ns
     return (times.total() - max(times.values())) / 1e9
 
 

@@ -4,6 +4,7 @@ lost to it, which adds up to the step.
 
 from collections.abc import Iterator, Sequence
 
+from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import LedgerTimes, Part, StepProfile
 from ....config import ModelConfig, Precision, RunConfig
 from ....costs.tape import MATMULS_OF, Form
@@ -74,10 +75,15 @@ def _idle_row(entry: Explained) -> Row:
         "what": NO_KERNEL,
         "shape": "",
         "phase": "",
+        "part": "",
+        "names": "",
         "calls_per_step": None,
+        "kernels_per_step": None,
         "ms_per_step": idle_ms,
         "limit_ms_per_step": 0.0,
         "lost_ms_per_step": idle_ms,
+        "tflops_per_s": None,
+        "gb_per_s": None,
     }
 
 
@@ -119,15 +125,29 @@ def _what(times: LedgerTimes, config: RunConfig | None) -> str:
     if times.form in MATMULS_OF:
         return "attention"
     layer = "matmul" if config is None else _layer(times.sides, config)
-    return f"{layer}, {_OF[times.form]}"
+    return f"{layer}, {_OF[_form(times, config)]}"
 
 
 _OF = {Form.FORWARD: "x W^T", Form.INPUT: "gradient of x", Form.WEIGHT: "gradient of W"}
 
 
+def _form(times: LedgerTimes, config: RunConfig | None) -> Form:
+    """What the matmul computes. In fp8 all are laid out as in forward, so that the phase tells it,
+    and whether it adds up over the tokens.
+    """
+    assert times.form is not None
+    if times.element_bytes != 1 or times.phase is not LaunchPhase.BACKWARD or config is None:
+        return times.form
+    return Form.WEIGHT if times.sides[1] == _tokens(config) else Form.INPUT
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.batch_size * config.model.context_length
+
+
 def _layer(sides: Sequence[int], config: RunConfig) -> str:
     """The layer whose weight has the sides that are left without the tokens."""
-    tokens = config.batch_size * config.model.context_length
+    tokens = _tokens(config)
     weight = [*sides]
     if tokens in weight:
         weight.remove(tokens)
@@ -172,7 +192,7 @@ def _notes(rows: list[Row], ceiling: Ceiling) -> Iterator[str]:
     )
     if ceiling.spec is None and ceiling.curves is None:
         yield "No limit of the device is known, so that all time counts as lost."
-    if any(row.get("part") is Part.MATMUL and not row["shape"] for row in rows):
+    if any(row["part"] is Part.MATMUL and not row["shape"] for row in rows):
         yield "Matmuls without a shape are in a phase whose matmuls are not those of the tape."
     if len(rows) > MAX_ROWS:
         shown = sum(row["lost_ms_per_step"] for row in rows[:MAX_ROWS])

@@ -7,10 +7,9 @@ from ....analysis.kernels.step_profile import OperatorTimes, StepProfile
 from ....config import Precision
 from ....costs.curves import Curves
 from ....costs.hardware import DeviceSpec, find_device
-from ....costs.kernels import padded
+from ....costs.kernels import ProductPrecision, padded
 from ....costs.tape import MATMULS_OF, Form
 from ....studies.ceilings_files import NO_CEILINGS_HERE
-from ....studies.ceilings_records import ProductPrecision
 from ...columns import Column, Row, column
 from ...section import Section, make_table
 from ...words import percent, ratio, rounded

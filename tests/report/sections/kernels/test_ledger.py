@@ -88,6 +88,7 @@ def test_all_rows_add_up_to_the_step() -> None:
     profile = make_profile()
     whole_ms = wall_s(profile) / profile.num_steps * 1e3
     assert sum(row["ms_per_step"] for row in rows) == pytest.approx(whole_ms, rel=1e-12)
+    assert len({tuple(row) for row in rows}) == 1, "all rows have the same columns"
     (idle,) = [row for row in rows if row["what"] == NO_KERNEL]
     assert idle["lost_ms_per_step"] == pytest.approx(whole_ms - 10.0)
 
