@@ -145,6 +145,9 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
 def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
     """The last number whose tape fits, or 0; `tape_at` raises ValueError for numbers that are too
     large.
+
+    More may fit where less does not, because tensors of other sizes leave other gaps. So a few
+    numbers beyond the first that does not fit are tried too.
     """
 
     def has_room(number: int) -> bool:
@@ -153,15 +156,13 @@ def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
             return _fits(tape_at(number), room_bytes)
         return False
 
-    return last_number(has_room)
+    last = last_number(has_room)
+    further = range(last + 2, last + 2 + FURTHER) if last else ()
+    return max([last, *filter(has_room, further)])
 
 
 def last_number(has_room: Callable[[int], bool]) -> int:
-    """The last number that has room, found by doubling and bisection, or one of the next few; 0 if
-    1 has none.
-
-    More may fit where less does not, because tensors of other sizes leave other gaps.
-    """
+    """The last number that has room, found by doubling and bisection; 0 if 1 has none."""
     below, above = 0, 1
     while has_room(above):
         below, above = above, 2 * above
@@ -171,9 +172,6 @@ def last_number(has_room: Callable[[int], bool]) -> int:
             below = middle
         else:
             above = middle
-    if below:
-        further = range(below + 2, below + 2 + FURTHER)
-        below = max([below, *filter(has_room, further)])
     return below
 
 

@@ -245,9 +245,6 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
         _forget_earlier_runs()
-    if config.device is Device.CUDA:
-        with waits.waiting_for("starting CUDA"):
-            torch.cuda.synchronize()
     with compilers_told(config), waits.waiting_for("making the model"):
         step = TrainingStep(config, model, rank)
     compiled_before = step.compilation()
