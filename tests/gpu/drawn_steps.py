@@ -115,6 +115,8 @@ def score(archive: Path) -> Iterator[dict[str, Any]]:
             "step_ms": 1e3 * step.median_s,
         }
         for name, known in {"shipped": NO_CEILINGS_HERE, "own": own}.items():
+            if known is None:
+                continue
             curves = known.curves(record.device_name)
             assert curves is not None
             time = predicted_time(record.config, curves)
@@ -138,22 +140,24 @@ def launched_share(record: RunRecord) -> float:
     return sum(limited.values()) / sum(map(fmean, phases_s.values()))
 
 
-def opened(archive: Path) -> tuple[list[RunRecord], Ceilings]:
-    """The records in a zip file, and the ceilings of their session."""
+def opened(archive: Path) -> tuple[list[RunRecord], Ceilings | None]:
+    """The records in a zip file, and the ceilings of their session if any were measured."""
     with zipfile.ZipFile(archive) as files:
         names = sorted(files.namelist())
         records = [read_record(Path(name), files.read(name)) for name in names if name != FILE_NAME]
+        if FILE_NAME not in names:
+            return records, None
         study = read_study(Path(FILE_NAME), CeilingsStudy, files.read(FILE_NAME))
     return records, Ceilings((study,))
 
 
 def pack(directory: Path, archive: Path) -> None:
-    """Write the records of a directory, and the ceilings that were measured into it, to a zip
+    """Write the records of a directory, and the ceilings if any were measured into it, to a zip
     file.
     """
-    (ceilings,) = directory.rglob(FILE_NAME)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
-        files.write(ceilings, FILE_NAME)
+        for ceilings in directory.rglob(FILE_NAME):
+            files.write(ceilings, FILE_NAME)
         for path in sorted(directory.rglob("runs/*.json")):
             files.write(path, path.name)
 
