@@ -157,14 +157,18 @@ def _steps(profile: StepProfile) -> list[Drawing]:
 
         return draw_steps(profile)
 
-    return [Drawing("steps", make)]
+    return [Drawing(BESIDE, make)]
+
+
+BESIDE = "steps"
+"""Name of the picture of several steps, which only the page has: drawing it takes a second."""
 
 
 def write_kernels(
     entry: Explained, directory: Path, top: int, formats: Collection[str] = ()
 ) -> list[Path]:
-    """Write profile.json, findings.md, the picture and each table as CSV, Markdown and in the
-    other `formats`; return the paths.
+    """Write profile.json, findings.md, the picture of one step and each table as CSV, Markdown and
+    in the other `formats`; return the paths.
 
     Tables hold at most `top` kernels. The directory is made if need be. A subject that this trace
     has nothing of has no files: those of an earlier one are removed.
@@ -177,7 +181,9 @@ def write_kernels(
         "findings.md": to_markdown(with_note(_findings(entry), note)),
     }
     for section in _sections_of_one(entry, top):
-        files |= {**texts_of(section, note), **pngs_of(section)}
+        pictures = [picture for picture in section.pictures if picture.name != BESIDE]
+        files |= texts_of(section, note)
+        files |= pngs_of(replace(section, pictures=pictures))
     return write_files(files, directory, formats)
 
 
