@@ -10,6 +10,7 @@ import pytest
 
 from cs336.commands.rebuild import FORECAST_FOLDER
 from cs336.config import Phase
+from cs336.costs.kernels import ProductPrecision
 from cs336.costs.time import StepLimit, operations, step_time
 from cs336.record import Measurement, WarningCode
 from cs336.report.configurations import step_results
@@ -131,7 +132,7 @@ def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> N
         if matmul.is_matmul:
             rows, inner, columns = matmul.sides
             cell = KernelCell(
-                precision=CONFIG.precision,
+                precision=ProductPrecision(CONFIG.precision),
                 form=matmul.form,
                 batch=matmul.batch,
                 rows=rows,

@@ -127,7 +127,7 @@ def account_answer(account: Account) -> Iterator[str]:
             kernels = times_of_kernels(account.curves, account.device_name)
             in_fp8 = f"; {times_in_fp8(account.curves)}" if config.fp8 else ""
             yield f"The time stands on {kernels}{in_fp8}."
-    elif account.device_name is not None:
+    elif account.device is not None:
         yield f"The time is not foretold: {_why_no_time(account)}."
 
 
