@@ -97,7 +97,6 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """
     config = replace(as_costed(config), device=Device.CUDA).without_graph
     if config.model_factory is not None:
-        config = replace(config, compile=CompileMode.NONE)
         if not config.blocks:
             return config, {}
         return replace(config, batch_size=BATCH_OF_BLOCKS), {"batch": BATCH_OF_BLOCKS}
@@ -126,6 +125,13 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
         d_model=num_heads * sizes["d_head"],
     )
     return replace(config, batch_size=sizes["batch"], model=model), sizes
+
+
+def is_compiled(config: RunConfig) -> bool:
+    """Whether torch.compile runs in the trace too. It does not for fused blocks, whose kernels are
+    written by hand: it fuses next to nothing between them.
+    """
+    return config.compile is not CompileMode.NONE and not config.fused_blocks
 
 
 def tape_of(config: RunConfig) -> Tape:

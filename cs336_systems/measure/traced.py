@@ -21,7 +21,7 @@ from ..costs.internals import address_of
 from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
-from ..costs.traces import Asked, encoded
+from ..costs.traces import Asked, encoded, is_compiled
 from ..costs.tracing import tracing
 from ..model.blocks import keep_kinds
 from ..model.trainable import make_model
@@ -56,7 +56,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
             # outside of the modes below, which slow imports down
             load_factory(factory)
         patches = _with_chunks if factory is None else _as_of_whole_sequences
-        with tracing(axes, OF_FAST) as trace:
+        with tracing(axes, OF_FAST, compiles=is_compiled(config)) as trace:
             model = make_model(config)
             kinds = keep_kinds(model, config.blocks) if config.blocks else []
             parameters = _parameters(model, trace)
@@ -71,6 +71,8 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
+        import os, traceback
+        if os.environ.get("DBG"): traceback.print_exc()
         return Tape(failure=_reason(error))
     tape.parameters = parameters
     return tape
