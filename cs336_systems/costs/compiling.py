@@ -105,7 +105,7 @@ class Compiler:
             with self._suspended(), self._on_absent_gpu(), torch.no_grad():
                 self._shows_gpu = True
                 try:
-                    return compiled(*args, **kwargs)
+                    return compiled(*args, **kwargs)  # type: ignore[no-untyped-call]
                 except self._torch.Unsupported as error:
                     reason = str(error).strip().splitlines()[0]
                     raise TraceError(
@@ -173,7 +173,7 @@ class Compiler:
         inductor = self._torch
         instead: list[tuple[Any, Mapping[str, Any]]] = [
             (torch.cuda, _CUDA),
-            (torch._C, {"_cuda_getCurrentRawStream": lambda *_: 0}),
+            (inductor.bindings, {"_cuda_getCurrentRawStream": lambda *_: 0}),
             (inductor.scheduler, {"has_triton": lambda *_: True}),
             (inductor.triton_utils, {"triton_hash_with_backend": lambda *_: ""}),
             (inductor.compile_fx, {"_recursive_joint_graph_passes": self._joint_passes}),
@@ -225,7 +225,7 @@ def _device_or(value: Any, shown: Callable[[torch.device], Any]) -> Any:
     return shown(value) if isinstance(value, torch.device) else value
 
 
-class _OnHost(TorchDispatchMode):
+class _OnHost(TorchDispatchMode):  # type: ignore[misc]
     """Makes on the host what is asked for on the GPU."""
 
     def __torch_dispatch__(

@@ -36,6 +36,7 @@ INTERNALS = {
     "torch._C._dispatch_tls_set_dispatch_key_excluded": "the autocast of CUDA is not applied",
     "torch._C._IncludeDispatchKeyGuard": "the autocast of CUDA is not applied",
     "torch._C._ExcludeDispatchKeyGuard": "the autocast of CUDA is applied to its own results",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "gradients are missing from compiled steps",
     "torch._C._dispatch_get_registrations_for_dispatch_key": (
         "it is not known which operators CUDA casts"
     ),
@@ -71,6 +72,7 @@ DispatchKeySet = internal("torch._C.DispatchKeySet")
 exclude_key = internal("torch._C._dispatch_tls_set_dispatch_key_excluded")
 including_keys = internal("torch._C._IncludeDispatchKeyGuard")
 excluding_keys = internal("torch._C._ExcludeDispatchKeyGuard")
+is_made_of_others = internal("torch._C._dispatch_has_kernel_for_dispatch_key")
 operators_of_key = internal("torch._C._dispatch_get_registrations_for_dispatch_key")
 
 
@@ -82,6 +84,7 @@ def address_of(storage: torch.UntypedStorage) -> int:
 COMPILER_INTERNALS = {
     "Unsupported": "torch._dynamo.exc.Unsupported",
     "detect_fake_mode": "torch._dynamo.utils.detect_fake_mode",
+    "bindings": "torch._C",
     "guards": "torch._C._dynamo.guards",
     "aot_config": "torch._functorch.config",
     "config": "torch._inductor.config",
@@ -97,7 +100,7 @@ COMPILER_INTERNALS = {
     "rms_norm": "torch._decomp.decompositions._fused_rms_norm",
     "rms_norm_backward": "torch._decomp.decompositions._fused_rms_norm_backward",
 }
-"""Names inside torch.compile that the trace of compiled steps uses, by the names they have there."""
+"""Names inside torch.compile that the trace of compiled steps uses, by their names there."""
 
 
 @cache

@@ -22,6 +22,7 @@ from .internals import (
     exclude_key,
     excluding_keys,
     including_keys,
+    is_made_of_others,
     operators_of_key,
     without_modes,
 )
@@ -251,7 +252,7 @@ def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | No
     if x.dtype is torch.float16 and dtype is torch.float32:
         fused = (
             torch.ops.aten._softmax
-            if call is torch.ops.aten.softmax.int
+            if call in (torch.ops.aten.softmax.int, torch.ops.aten.softmax.int.decompose)
             else torch.ops.aten._log_softmax
         )
         return fused(x, dim, True)
@@ -357,10 +358,16 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "log_softmax": _softmax,
 }
 """What runs in the place of an operator, which is given first."""
+_compiling: dict[str, bool] = {}
+"""Empty unless AOTAutograd traces. It dispatches in Python, and there an operator that is made of
+others is not taken apart once it was met before autograd.
+"""
 
 
 def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any]:
     """A function to register for meta tensors in the place of CUDA's autocast of an operator."""
+
+    is_composite = is_made_of_others(operator.name(), "CompositeImplicitAutograd")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         """Run the operator as CUDA would: with arguments cast by autocast, and by another operator
@@ -370,9 +377,8 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
             if is_autocast and torch.is_autocast_enabled("cuda"):
                 args, kwargs = _autocast(operator, name, args, kwargs)
             instead = _INSTEAD.get(name)
-            return (
-                operator(*args, **kwargs) if instead is None else instead(operator, *args, **kwargs)
-            )
+            call = operator.decompose if _compiling and is_composite else operator
+            return call(*args, **kwargs) if instead is None else instead(call, *args, **kwargs)
 
     return run
 
@@ -454,7 +460,10 @@ def _rms_norm_to_fuse(
 @contextmanager
 def as_decomposed() -> Iterator[None]:
     """While open, operators that inductor fuses with others are written in their parts."""
-    with mock.patch.dict(_INSTEAD, rms_norm=_rms_norm_to_fuse):
+    with (
+        mock.patch.dict(_INSTEAD, rms_norm=_rms_norm_to_fuse),
+        mock.patch.dict(_compiling, on=True),
+    ):
         yield
 
 

@@ -259,13 +259,13 @@ class _Switch:
     def on(self) -> Iterator[None]:
         """While open, everything is patched."""
         before = self._patches
-        with ExitStack() as self._patches:
-            self._turn_on(self._patches)
+        with ExitStack() as patches:
+            self._turn_on(patches)
+            self._patches = patches
             try:
                 yield
             finally:
-                self._patches, patches = before, self._patches
-                patches.close()
+                self._patches = before
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -71,8 +71,6 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        import os, traceback
-        if os.environ.get("DBG"): traceback.print_exc()
         return Tape(failure=_reason(error))
     tape.parameters = parameters
     return tape
