@@ -100,6 +100,7 @@ class ForecastArguments(flags.OutputArguments):
     "precision",
     "optimizer",
     "fp8",
+    "compile",
     "checkpoint_blocks",
     "parallel",
     "ranks",
@@ -113,7 +114,9 @@ class AccountArguments(flags.Flags, ForecastArguments):
     model, the peak of memory by what it holds, and the time.
 
     The numbers are those of an eager step on a GPU, or of one with --fast; computing them needs no
-    GPU, and torch only for steps whose trace does not come with the program.
+    GPU, and torch only for steps whose trace does not come with the program. With --compile default
+    memory is that of the compiled step, and no time is foretold: inductor compiles a few blocks for
+    a GPU that is not there, which takes about half a minute.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
     """
@@ -241,7 +244,7 @@ def run(arguments: AccountArguments) -> int:
     require_tapes(config)
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
-        prepare_forecasts([config], of_users=True)
+        prepare_forecasts([config.with_defaults("compile")], of_users=True)
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
             raise UsageError(name + why_untraced(config).removeprefix(name))

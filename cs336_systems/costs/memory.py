@@ -81,6 +81,8 @@ class MemoryPrediction:
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
     """Allocated at the end of each phase. The optimizer's phase includes dropping the gradients."""
+    compiler: str = ""
+    """Version of PyTorch whose torch.compile has compiled the step; empty for an eager one."""
 
 
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
@@ -101,19 +103,24 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
+    """The same, of a step that is known to be predicted."""
+    return memory_of(tape_of(config))
+
+
+def memory_of(tape: Tape) -> MemoryPrediction:
     """Replay the allocations of a traced step, and read allocated memory at its peak and after each
     phase.
     """
-    tape = tape_of(config)
     allocator = placed(tape)
     sizes, levels = allocator.sizes_bytes, allocated_levels(tape, allocator.sizes_bytes)
     first, *_, last = tape.steps
     return MemoryPrediction(
-        peak=_peak(tape, sizes, levels, last),
-        first_step_peak=_peak(tape, sizes, levels, first),
+        peak=peak_of(tape, sizes, levels, last),
+        first_step_peak=peak_of(tape, sizes, levels, first),
         reserved_bytes=allocator.reserved_bytes,
         start_bytes=levels[last[0][1]],
         after_bytes={phase: levels[end] for (phase, _, _), (_, end, _) in pairwise(last)},
+        compiler=tape.compiler,
     )
 
 
@@ -194,7 +201,7 @@ def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:
     return allocator
 
 
-def _peak(
+def peak_of(
     tape: Tape,
     sizes: Sequence[int],
     levels: Sequence[int],

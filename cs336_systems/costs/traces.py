@@ -29,12 +29,14 @@ from ..config import SETTINGS, Attention, CompileMode, Device, Precision, RunCon
 from ..files import user_cache, write_atomically
 from ..settings import non_defaults
 from ..text import counted, print_aside
-from ..torch_needed import lacking_torch, require_torch
+from ..torch_needed import lacking_torch, require_torch, torch_version
 from .tape import Tape, path_of
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
+COMPILER = "2.11"
+"""Version of PyTorch whose compiler the tapes of compiled steps have that come with the program."""
 TRACER = "cs336.measure.traced"
 PRIMES = {
     "batch": 1009,
@@ -97,6 +99,7 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """
     config = replace(as_costed(config), device=Device.CUDA).without_graph
     if config.model_factory is not None:
+        config = replace(config, compile=CompileMode.NONE)
         if not config.blocks:
             return config, {}
         return replace(config, batch_size=BATCH_OF_BLOCKS), {"batch": BATCH_OF_BLOCKS}
@@ -125,13 +128,6 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
         d_model=num_heads * sizes["d_head"],
     )
     return replace(config, batch_size=sizes["batch"], model=model), sizes
-
-
-def is_compiled(config: RunConfig) -> bool:
-    """Whether torch.compile runs in the trace too. It does not for fused blocks, whose kernels are
-    written by hand: it fuses next to nothing between them.
-    """
-    return config.compile is not CompileMode.NONE and not config.fused_blocks
 
 
 def tape_of(config: RunConfig) -> Tape:
@@ -295,18 +291,59 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
         if _kept(_name(key)) is None:
             asked[_name(key)] = key, sizes
             missing.setdefault(_name(key), config)
-    if not asked:
-        return []
+    if asked:
+        _trace(asked)
+    return [*missing.values()]
+
+
+def _trace(asked: "Asked") -> None:
+    """Trace steps, all in one process, and keep their tapes."""
     with one_tracer() as trace:
         for name, (key, sizes) in asked.items():
             _traced.update(trace({name: (key, sizes)}))
             # no file is written for a user's own model, whose code may change, or for a failure
-            if key.model_factory is not None or not is_at_hand(key):
+            if key.model_factory is not None or not _decoded(_traced[name]).steps:
                 continue
             with contextlib.suppress(OSError):  # without a cache it is traced again
                 _cache().mkdir(parents=True, exist_ok=True)
                 write_atomically(_cache() / name, _traced[name])
-    return [*missing.values()]
+
+
+def is_compiled(config: RunConfig) -> bool:
+    """Whether torch.compile runs when the step is traced. It does not for fused blocks, whose
+    kernels are written by hand: it fuses next to nothing between them.
+    """
+    return config.compile is not CompileMode.NONE and not config.fused_blocks
+
+
+def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
+    """The tapes of steps under torch.compile; one without steps says why it could not be traced.
+
+    They have the very sizes that were asked for, because the compiler chooses by them. Its version
+    is a part of their names: those that come with the program are of COMPILER, and others of the
+    PyTorch that is installed.
+    """
+    asked: Asked = {}
+    names = []
+    for config in configs:
+        key = replace(as_costed(config), device=Device.CUDA)
+        key = replace(key, model=replace(key.model, rope_theta=1.0))
+        if key.precision is Precision.TF32:
+            key = replace(key, precision=Precision.FP32)
+        name = compiled_name(key, COMPILER)
+        if name not in _shipped():
+            name = compiled_name(key, torch_version())
+        if _kept(name) is None:
+            asked[name] = key, {}
+        names.append(name)
+    if asked:
+        _trace(asked)
+    return [_decoded(_kept(name) or b"") for name in names]
+
+
+def compiled_name(key: RunConfig, compiler: str | None) -> str:
+    """File name of the tape of a step that this version of PyTorch compiles."""
+    return f"{_name(key)}-{compiler}"
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]

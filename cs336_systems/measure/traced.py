@@ -68,6 +68,8 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
             if factory is not None:
                 tape.places = trace.places
             tape.blocks = kinds
+            if is_compiled(config):
+                tape.compiler = torch.__version__.partition("+")[0]
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything

@@ -9,6 +9,7 @@ from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
+from ...costs.compiled import predict_step_memory, why_not_foretold
 from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
@@ -17,7 +18,7 @@ from ...costs.ranks_time import predicted_time, why_no_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
-from ...costs.traces import idle_parameters, own_parameters, why_untraced
+from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
@@ -83,7 +84,7 @@ def account_section(account: Account, top: int) -> Section:
     `top` is the most rows of the table of the peak.
     """
     config = account.config
-    prediction, parts = memory.predict_memory(config), _parts(config)
+    prediction, parts = predict_step_memory(config), _parts(config)
     tables = []
     if account.memory_bytes is not None:
         tables.append(_fit_table(config, account.memory_bytes))
@@ -107,7 +108,7 @@ def account_answer(account: Account) -> Iterator[str]:
     """Whether the step fits the GPU, with its peak, and then how long it takes; nothing of what is
     not foretold.
     """
-    config, prediction = account.config, memory.predict_memory(account.config)
+    config, prediction = account.config, predict_step_memory(account.config)
     has_bytes = account.memory_bytes
     if has_bytes is None and account.device is not None:
         has_bytes = account.device.memory_bytes
@@ -134,6 +135,8 @@ def account_answer(account: Account) -> Iterator[str]:
 def _why_no_time(account: Account) -> str:
     """Why the time of the step on a known device is not foretold."""
     config, curves = account.config, account.curves
+    if is_compiled(config):
+        return "kernels of compiled steps have no times"
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
     return why_no_time(config, curves) or "the step has settings of which no times are known"
@@ -182,7 +185,7 @@ def account_json(account: Account) -> dict[str, object]:
         "active_parameters": _active_parameters(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
         "work": None,
-        "memory": memory.predict_memory(config),
+        "memory": predict_step_memory(config),
         "collectives": None,
         "time": time,
         "time_is_measured": None,
@@ -287,11 +290,16 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
+    how = "eager"
+    if prediction is not None and prediction.compiler:
+        how = f"compiled by PyTorch {prediction.compiler}"
     notes = [
         "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's "
-        "allocator counts it, predicted, eager, on Hopper."
+        f"allocator counts it, predicted, {how}, on Hopper."
     ]
-    if prediction is None:
+    if reason := why_not_foretold(config):
+        notes.append(f"Memory is not foretold: {reason}.")
+    elif prediction is None:
         notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
     if active is not None:
         notes.append(BALANCED)
