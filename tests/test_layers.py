@@ -59,6 +59,7 @@ ELSEWHERE = (
     "sweep.ranks",
     "sweep.cluster",
     "costs.internals",
+    "costs.compiling",
     "costs.on_cuda",
     "costs.operators",
     "costs.trace",

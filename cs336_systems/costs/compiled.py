@@ -60,12 +60,12 @@ def predict_compiled_memory(config: RunConfig) -> MemoryPrediction:
     """Predict the memory of a CUDA run whose whole model is compiled; raise NotForetoldError for
     what is not predicted.
     """
-    if reason := _refused(config):
+    if reason := why_refused(config):
         raise NotForetoldError(reason)
     return _predict(as_costed(config))
 
 
-def _refused(config: RunConfig) -> str:
+def why_refused(config: RunConfig) -> str:
     """Which setting of a compiled step is the reason that nothing is foretold; empty without one.
 
     Graphs of reduce-overhead have a pool of memory of their own, and the other modes choose
@@ -90,14 +90,24 @@ def _refused(config: RunConfig) -> str:
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
     """The same, of a step that nothing in the settings refuses."""
+    steps, times = steps_to_compile(config)
+    tapes = compiled_tapes(steps)
+    for tape in tapes:
+        if not tape.steps:
+            raise NotForetoldError(tape.failure)
+    return _deepened(*tapes, times) if times else memory_of(*tapes)
+
+
+def steps_to_compile(config: RunConfig) -> tuple[list[RunConfig], int]:
+    """The steps whose tapes the forecast of a step needs: a shallow model's and a deeper one's, and
+    how many times the difference of both is added to the shallow one; or its own, and 0.
+    """
     blocks = _number_of_blocks(config)
-    shallowest = LEAST_BLOCKS + blocks % STRIDE
-    if blocks <= shallowest + STRIDE:
-        (tape,) = _tapes([config])
-        return memory_of(tape)
-    depths = shallowest, shallowest + STRIDE
-    shallow, deeper = _tapes([_of_depth(config, depth) for depth in depths])
-    return _deepened(shallow, deeper, (blocks - shallowest) // STRIDE)
+    shallow = LEAST_BLOCKS + blocks % STRIDE
+    if blocks <= shallow + STRIDE:
+        return [config], 0
+    steps = [_of_depth(config, depth) for depth in (shallow, shallow + STRIDE)]
+    return steps, (blocks - shallow) // STRIDE
 
 
 def _number_of_blocks(config: RunConfig) -> int:
@@ -114,15 +124,6 @@ def _of_depth(config: RunConfig, blocks: int) -> RunConfig:
     if config.model_factory is not None:
         return replace(config, blocks=(0,) * blocks)
     return of_depth(config, blocks)
-
-
-def _tapes(configs: list[RunConfig]) -> list[Tape]:
-    """The tapes of compiled steps; raise NotForetoldError if one cannot be traced."""
-    tapes = compiled_tapes(configs)
-    for tape in tapes:
-        if not tape.steps:
-            raise NotForetoldError(tape.failure)
-    return tapes
 
 
 def _deepened(shallow: Tape, deeper: Tape, times: int) -> MemoryPrediction:

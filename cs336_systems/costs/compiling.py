@@ -5,8 +5,8 @@ that it writes runs with meta tensors.
 Inductor's own passes, partitioner, scheduler and code generator decide what forward saves, which
 operations are one kernel, and when buffers are made, reused and freed. So a trace has the very
 tensors of a compiled step. Only the kernels in Triton are not compiled: each is noted with the
-bytes that inductor says it moves. Where inductor would time kernels on the GPU to choose one, the
-trace takes the first choice: a matmul's sides are not padded, and cuBLAS computes it.
+bytes that inductor says it moves. Where inductor would time kernels on the GPU to choose one, a
+matmul is computed by cuBLAS, and its sides are padded if they are not aligned.
 """
 
 import re
@@ -173,11 +173,20 @@ class Compiler:
         inductor = self._torch
         instead: list[tuple[Any, Mapping[str, Any]]] = [
             (torch.cuda, _CUDA),
+            # which has taken functions from torch.cuda when it was imported
+            (
+                inductor.CudaInterface,
+                {
+                    name: staticmethod(function)
+                    for name, function in _CUDA.items()
+                    if hasattr(inductor.CudaInterface, name)
+                },
+            ),
             (inductor.bindings, {"_cuda_getCurrentRawStream": lambda *_: 0}),
             (inductor.scheduler, {"has_triton": lambda *_: True}),
             (inductor.triton_utils, {"triton_hash_with_backend": lambda *_: ""}),
             (inductor.compile_fx, {"_recursive_joint_graph_passes": self._joint_passes}),
-            (inductor.pad_mm, {"should_pad": lambda *_, **__: False}),
+            (inductor.pad_mm, {"has_triton": lambda *_: True, "_should_pad": self._is_padded}),
             (inductor.AsyncCompile, {"triton": self._kernel}),
             (
                 inductor.Folder,
@@ -193,6 +202,14 @@ class Compiler:
             patches.enter_context(as_decomposed())
             patches.enter_context(device_guard_of_cuda())
             yield
+
+    def _is_padded(self, _: Any, left: Tensor, right: Tensor, *__: Any) -> bool:
+        """Whether inductor pads a matmul, whose sides are not aligned and can be padded: on the GPU
+        it times both, and the padded one is faster unless the matmul is limited by memory.
+        """
+        (rows, inner), columns = left.shape[-2:], right.shape[-1]
+        computes: bool = self._torch.pad_mm.is_mm_compute_bound(rows, inner, columns, left.dtype)
+        return computes
 
     def _fake_tensor(self, new: Callable[..., Any]) -> Callable[..., Any]:
         """The function that makes fake tensors, which shows those of meta on the GPU to Dynamo."""

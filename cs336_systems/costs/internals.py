@@ -90,6 +90,7 @@ COMPILER_INTERNALS = {
     "config": "torch._inductor.config",
     "compile_fx": "torch._inductor.compile_fx",
     "joint_passes": "torch._inductor.compile_fx._recursive_joint_graph_passes",
+    "CudaInterface": "torch._dynamo.device_interface.CudaInterface",
     "Folder": "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder",
     "pad_mm": "torch._inductor.fx_passes.pad_mm",
     "scheduler": "torch._inductor.scheduler",

@@ -35,7 +35,7 @@ from .tape import Tape, path_of
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
-COMPILER = "2.11"
+COMPILER = "2.11.0"
 """Version of PyTorch whose compiler the tapes of compiled steps have that come with the program."""
 TRACER = "cs336.measure.traced"
 PRIMES = {
@@ -338,7 +338,12 @@ def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
         names.append(name)
     if asked:
         _trace(asked)
-    return [_decoded(_kept(name) or b"") for name in names]
+    tapes = []
+    for name in names:
+        kept = _kept(name)
+        assert kept is not None
+        tapes.append(_decoded(kept))
+    return tapes
 
 
 def compiled_name(key: RunConfig, compiler: str | None) -> str:
