@@ -71,10 +71,10 @@ def why_refused(config: RunConfig) -> str:
     Graphs of reduce-overhead have a pool of memory of their own, and the other modes choose
     kernels, with their workspaces, by timing them on the GPU.
     """
-    eager = config.with_defaults("compile")
+    eager = config.with_defaults("compile", "compile_blocks")
     if config.compile is not CompileMode.DEFAULT:
         return f"only --compile default is foretold, and --compile {config.compile} is asked for"
-    if eager != eager.without_shortcuts:
+    if config.compile_blocks or eager != eager.without_shortcuts:
         return "a compiled step with further shortcuts is not foretold"
     if config.is_shared:
         return f"a compiled step on {config.ranks} ranks is not foretold"

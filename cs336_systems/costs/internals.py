@@ -4,6 +4,7 @@ PyTorch may change them in any version.
 """
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -81,6 +82,8 @@ def address_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+"""The symbol of c10::impl::device_guard_impl_registry, which has a guard for each device."""
 COMPILER_INTERNALS = {
     "Unsupported": "torch._dynamo.exc.Unsupported",
     "detect_fake_mode": "torch._dynamo.utils.detect_fake_mode",
@@ -127,11 +130,17 @@ def device_guard_of_cuda() -> Iterator[None]:
 
     A build of PyTorch for the CPU has none, and indexing a tensor that only seems to be on a GPU
     would end in an error. That of meta takes its place, in the table where builds for CUDA have
-    theirs (c10/core/impl/DeviceGuardImplInterface.h).
+    theirs (c10/core/impl/DeviceGuardImplInterface.h). Raises TraceError if there is no such table.
     """
     kinds = internal("torch._C._autograd").DeviceType
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    table = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        table = (ctypes.c_void_p * len(kinds.__members__)).in_dll(library, GUARDS)
+    except (OSError, ValueError) as error:
+        raise TraceError(
+            f"compiled steps cannot be traced with PyTorch {torch.__version__} on {sys.platform}: "
+            f"{error}"
+        ) from error
     has_own = table[kinds.CUDA.value] is not None
     if not has_own:
         table[kinds.CUDA.value] = table[kinds.Meta.value]

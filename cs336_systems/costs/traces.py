@@ -326,17 +326,17 @@ def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
     asked: Asked = {}
     names = []
     for config in configs:
-        key = replace(as_costed(config), device=Device.CUDA)
-        key = replace(key, model=replace(key.model, rope_theta=1.0))
-        if key.precision is Precision.TF32:
-            key = replace(key, precision=Precision.FP32)
+        key = compiled_as(config)
         name = compiled_name(key, COMPILER)
         if name not in _shipped():
-            name = compiled_name(key, torch_version())
+            installed = torch_version() or ""
+            name = compiled_name(key, installed.partition("+")[0])
         if _kept(name) is None:
             asked[name] = key, {}
         names.append(name)
     if asked:
+        steps = counted(len(asked), "step")
+        print_aside(f"compiling {steps} for a GPU that is not here: about 5 s for each block")
         _trace(asked)
     tapes = []
     for name in names:
@@ -346,7 +346,15 @@ def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
     return tapes
 
 
-def compiled_name(key: RunConfig, compiler: str | None) -> str:
+def compiled_as(config: RunConfig) -> RunConfig:
+    """The configuration that is compiled in place of this one."""
+    config = replace(as_costed(config), device=Device.CUDA)
+    if config.precision is Precision.TF32:
+        config = replace(config, precision=Precision.FP32)
+    return replace(config, model=replace(config.model, rope_theta=1.0))
+
+
+def compiled_name(key: RunConfig, compiler: str) -> str:
     """File name of the tape of a step that this version of PyTorch compiles."""
     return f"{_name(key)}-{compiler}"
 
