@@ -43,6 +43,7 @@ HOPPER = SimpleNamespace(
 """What inductor asks of the GPU that it compiles for."""
 META, CPU = torch.device("meta"), torch.device("cpu")
 PLACES = "meta", "cuda"
+MANY = 2**20
 MOVED = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")
 """Gigabytes that a kernel reads and writes, in the source that inductor writes for it."""
 WITHIN = "the compiled graph"
@@ -102,7 +103,11 @@ class Compiler:
             """Call the compiled function; raise TraceError if it is not one graph."""
             self._has_gradients = torch.is_grad_enabled()
             # Dynamo's tensors are on the GPU, of which autograd would ask for the driver
-            with self._suspended(), self._on_absent_gpu(), torch.no_grad():
+            # each trace compiles the same code anew, which Dynamo refuses after some times
+            limits = self._torch.dynamo_config.patch(
+                recompile_limit=MANY, accumulated_recompile_limit=MANY
+            )
+            with self._suspended(), self._on_absent_gpu(), torch.no_grad(), limits:
                 self._shows_gpu = True
                 try:
                     return compiled(*args, **kwargs)  # type: ignore[no-untyped-call]

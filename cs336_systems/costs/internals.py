@@ -86,6 +86,7 @@ GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """The symbol of c10::impl::device_guard_impl_registry, which has a guard for each device."""
 COMPILER_INTERNALS = {
     "Unsupported": "torch._dynamo.exc.Unsupported",
+    "dynamo_config": "torch._dynamo.config",
     "detect_fake_mode": "torch._dynamo.utils.detect_fake_mode",
     "bindings": "torch._C",
     "guards": "torch._C._dynamo.guards",

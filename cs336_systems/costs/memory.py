@@ -89,12 +89,12 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
     None for what is not predicted: a user's own model that nobody has traced (`prepare`), compiled
-    models and other shortcuts (cast_once, ...) but for all that --fast chooses, flash and cuDNN
-    attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a
-    Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there
-    `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out:
-    scalars of GradScaler, buffers inside of kernels that trace.py does not name, a data loader's
-    batch in flight.
+    models (`compiled.py`) and other shortcuts (cast_once, ...) but for all that --fast chooses,
+    flash and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is
+    assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the
+    configuration's is; there `auto` takes flash or cuDNN in half precision and the efficient kernel
+    in fp32. Left out: scalars of GradScaler, buffers inside of kernels that trace.py does not name,
+    a data loader's batch in flight.
     """
     if not (is_predictable(config) or is_predictable_fast(config)):
         return None

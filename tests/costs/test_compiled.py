@@ -1,4 +1,4 @@
-"""Oracles: compiled steps measured on an H200, a closed form, and eager steps of the whole depth."""
+"""Oracles: compiled steps measured on an H200, a closed form, and eager steps of full depth."""
 
 from dataclasses import replace
 
