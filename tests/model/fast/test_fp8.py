@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336.measure.step import TrainingStep
 from cs336.model.fast import fp8
+from tests.model.fast.steps import gradients
 from tests.operators import Calls
 from tests.rounding import of_chain, of_sum, of_walk
 
@@ -208,6 +209,29 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
         if checkpoints == "none":
             assert not read
         step.update()
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_gradients_of_micro_batches_add_up(arch):
+    """Each micro-batch has scales of its own, and halving a loss halves them: its gradients are to
+    the bit half of those that it has alone.
+    """
+    run = of(arch, fp8=True, fused_blocks=True, batch_size=2)
+    step = TrainingStep(replace(run, accumulate_steps=2))
+    batches = [step.batches() for _ in range(2)]
+    alone = []
+    for batch in batches:
+        step.backward(step.forward(batch) / 2)
+        alone.append(gradients(step))
+        step.model.zero_grad(set_to_none=True)
+    phases = step._phases([tensor for batch in batches for tensor in batch])
+    done = [next(phases) for _ in range(4)]
+    assert done == 2 * [Phase.FORWARD, Phase.BACKWARD]
+    together = gradients(step)
+    for name, gradient in together.items():
+        rounding = of_chain(torch.bfloat16, 1) * gradient.abs().max()
+        assert gradient.any(), name
+        assert (gradient - alone[0][name] - alone[1][name]).abs().max() <= rounding, name
 
 
 @pytest.mark.parametrize("arch", list(Arch))

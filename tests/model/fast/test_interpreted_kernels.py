@@ -514,7 +514,7 @@ def test_the_loss_and_its_gradient_are_pytorch_s(interpreted):
 
 def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted):
     result = interpreted(PACKED)
-    assert len(result) == 12
+    assert len(result) == 17
     assert all(error < 1e-5 for error in chain.from_iterable(result.values())), result
 
 
