@@ -1,6 +1,5 @@
 """Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of
-the step. With `compiled`, all others stay, and those of compiled steps are added that are missing:
-each takes about half a minute.
+the step, and `python -m tests.ship_traces compiled` adds those of compiled steps that are missing.
 
 Run it with PyTorch 2.11, by which the published records were measured: from 2.13 on autocast runs
 RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
@@ -9,8 +8,9 @@ RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
 import itertools
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  so that this process traces, and not one for each step
@@ -146,33 +146,36 @@ def compiled_names() -> dict[str, RunConfig]:
 
 
 def main() -> None:
-    """Trace all of these steps anew, or the compiled ones that are missing, and write the
-    archive.
-    """
-    kept = traces._shipped() if sys.argv[1:] == ["compiled"] else {}
-    if not kept:
-        traces.SHIPPED.unlink(missing_ok=True)
-        traces._shipped.cache_clear()
-        every = wanted()
-        traces.prepare(every.values())
-        for name in every:
-            data = traces._kept(name)
+    """Trace all of these steps anew, and write the archive; or compile those that are missing."""
+    if sys.argv[1:] == ["compiled"]:
+        add_compiled()
+        return
+    traces._shipped.cache_clear()
+    traces.SHIPPED.unlink(missing_ok=True)
+    every = wanted()
+    traces.prepare(every.values())
+    write(traces.SHIPPED, every)
+
+
+def add_compiled() -> None:
+    """Compile the steps that are missing in the archive of compiled ones, and write it."""
+    every = compiled_names()
+    for step in every.values():
+        (tape,) = traces.compiled_tapes([step])
+        assert tape.compiler == traces.COMPILER, (step.label, tape.failure)
+        print(step.label, flush=True)
+    write(traces.SHIPPED_COMPILED, every)
+
+
+def write(path: Path, names: Iterable[str]) -> None:
+    """Write an archive of the tapes of these names."""
+    contents = {}
+    for name in sorted(names):
+        contents[name] = traces._kept(name)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in contents.items():
             assert data is not None
-            kept[name] = data
-    for name, step in compiled_names().items():
-        if name not in kept:
-            (tape,) = traces.compiled_tapes([step])
-            assert tape.compiler == traces.COMPILER, (step.label, tape.failure)
-            kept[name] = traces._traced[name]
-            print(step.label, flush=True)
-    write(kept)
-
-
-def write(kept: Mapping[str, bytes]) -> None:
-    """Write the archive of these tapes."""
-    with zipfile.ZipFile(traces.SHIPPED, "w") as archive:
-        for name in sorted(kept):
-            archive.writestr(zipfile.ZipInfo(name), kept[name])
+            archive.writestr(zipfile.ZipInfo(name), data)
 
 
 if __name__ == "__main__":

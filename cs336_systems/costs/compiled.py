@@ -95,7 +95,9 @@ def _predict(config: RunConfig) -> MemoryPrediction:
     for tape in tapes:
         if not tape.steps:
             raise NotForetoldError(tape.failure)
-    return _deepened(*tapes, times) if times else memory_of(*tapes)
+    if not times:
+        return replace(memory_of(tapes[0]), reserved_bytes=None)
+    return _deepened(tapes[0], tapes[1], times)
 
 
 def steps_to_compile(config: RunConfig) -> tuple[list[RunConfig], int]:
@@ -143,7 +145,7 @@ def _deepened(shallow: Tape, deeper: Tape, times: int) -> MemoryPrediction:
     return MemoryPrediction(
         peak=peaks[0],
         first_step_peak=peaks[1],
-        reserved_bytes=linear(one.reserved_bytes, two.reserved_bytes),
+        reserved_bytes=None,
         start_bytes=linear(one.start_bytes, two.start_bytes),
         after_bytes={
             phase: linear(num_bytes, two.after_bytes[phase])

@@ -35,8 +35,10 @@ from .tape import Tape, path_of
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
+SHIPPED_COMPILED = Path(__file__).with_name("compiled.zip")
+"""Those of compiled steps; `python -m tests.ship_traces compiled` adds what is missing."""
 COMPILER = "2.11.0"
-"""Version of PyTorch whose compiler the tapes of compiled steps have that come with the program."""
+"""Version of PyTorch that has compiled the steps whose tapes come with the program."""
 TRACER = "cs336.measure.traced"
 PRIMES = {
     "batch": 1009,
@@ -237,10 +239,12 @@ def _kept(name: str) -> bytes | None:
 @cache
 def _shipped() -> dict[str, bytes]:
     """Contents of the tapes that come with the program, by file name; empty if there are none."""
-    if not SHIPPED.is_file():
-        return {}
-    with zipfile.ZipFile(SHIPPED) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
+    contents: dict[str, bytes] = {}
+    for path in (SHIPPED, SHIPPED_COMPILED):
+        if path.is_file():
+            with zipfile.ZipFile(path) as archive:
+                contents |= {name: archive.read(name) for name in archive.namelist()}
+    return contents
 
 
 @lru_cache(maxsize=4096)
