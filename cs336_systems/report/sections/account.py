@@ -290,13 +290,11 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    how = "eager"
-    if prediction is not None and prediction.compiler:
-        how = f"compiled by PyTorch {prediction.compiler}"
-    notes = [
-        "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's "
-        f"allocator counts it, predicted, {how}, on Hopper."
-    ]
+    note = "FLOPs are those of matrix products, attention in full unless said."
+    if prediction is not None:
+        how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
+        note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
+    notes = [note]
     if reason := why_not_foretold(config):
         notes.append(f"Memory is not foretold: {reason}.")
     elif prediction is None:
