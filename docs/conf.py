@@ -36,11 +36,7 @@ CONTENTS = {
         "The ledger of a fast step": "docs/LEDGER",
         "Published data": "data/published/README",
     },
-    "Reference": {
-        "Python": "docs/API",
-        "Extend it": "CONTRIBUTING",
-        "Changes": "CHANGELOG",
-    },
+    "Reference": {"Python": "docs/API", "Extend it": "CONTRIBUTING", "Changes": "CHANGELOG"},
 }
 """The navigation: headings, and below each the documents by title. README is the first page."""
 
