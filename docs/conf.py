@@ -7,8 +7,10 @@ its theme Material ends in May 2027.
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:  # a test reads the navigation where Sphinx is not installed
+    from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 GALLERY = "docs/gallery"
@@ -48,6 +50,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 # published tables have no title of their own, and documents link to them
 suppress_warnings = ["myst.header", "toc.not_included"]
 myst_heading_anchors = 3
+default_role = "code"  # of docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 copybutton_prompt_text = "$ "
@@ -61,7 +64,7 @@ html_copy_source = False
 html_show_copyright = False
 
 
-def add_contents(_: Sphinx, document: str, source: list[str]) -> None:
+def add_contents(_: "Sphinx", document: str, source: list[str]) -> None:
     """Append the navigation to README, from which Sphinx takes it."""
     if document == root_doc:
         for heading, documents in CONTENTS.items():
@@ -69,14 +72,14 @@ def add_contents(_: Sphinx, document: str, source: list[str]) -> None:
             source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{lines}\n```\n"
 
 
-def add_gallery(app: Sphinx, error: Exception | None) -> None:
+def add_gallery(app: "Sphinx", error: Exception | None) -> None:
     """Put the pages of the gallery beside the page that links to them, and README first."""
     if error is None:
         shutil.copytree(DOCS / "gallery", app.outdir / GALLERY, dirs_exist_ok=True)
         (app.outdir / "index.html").write_text(HOME)
 
 
-def setup(app: Sphinx) -> None:
+def setup(app: "Sphinx") -> None:
     """Connect what this file adds; Sphinx calls it."""
     app.connect("source-read", add_contents)
     app.connect("build-finished", add_gallery)
