@@ -86,6 +86,7 @@ PUBLISHED, RANKS = DATA / "README.md", ("--ranks", "2")
 """A document that says once, above a table, what all of its commands have."""
 NAMES = "|".join(map(re.escape, SCRIPTS))
 COMMAND = re.compile(rf"(?m)(?:^|`|\$ )(({NAMES}|cs336 (?!\.)[a-z]+)(?: [^`#\n]*)?)(?:`|#|$)")
+PLACEHOLDER = "NAME"
 OF_READERS = ("--model", "--own", "--own-ddp", "--own-optimizer")
 """Flags whose values are files of whoever reads the document."""
 
@@ -155,6 +156,25 @@ def test_a_command_prints_what_is_shown(
     printed = "\n" + "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     parts = f"\n{shown.rstrip()}".split("\n…")
     assert re.search(r"\n(?:.*\n)*?.*".join(map(re.escape, parts)), printed), printed
+
+
+def foretelling() -> set[str]:
+    """The commands that nothing but this computer's CPU is needed for, but those that are shown
+    with what they print.
+    """
+    shown = {" ".join(shlex.split(param.values[0])[1:]) for param in SHOWN}
+    commands = {
+        shlex.join([name, *words])
+        for document in COMMANDED
+        for name, words in commands_of(document)
+        if name in ("account", "plan") and words and not {*words} & {*OF_READERS, PLACEHOLDER}
+    }
+    return commands - shown
+
+
+@pytest.mark.parametrize("command", sorted(foretelling()))
+def test_a_forecast_that_is_named_is_made(command: str, here: Path) -> None:
+    assert cli.main(shlex.split(command)) == 0
 
 
 def print_committed_run(command: str) -> None:
