@@ -5,9 +5,10 @@ where the repository is hosted. MkDocs would want all documents in one folder, a
 its theme Material ends in May 2027.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 if TYPE_CHECKING:  # a test reads the navigation where Sphinx is not installed
     from sphinx.application import Sphinx
@@ -79,7 +80,18 @@ def add_gallery(app: "Sphinx", error: Exception | None) -> None:
         (app.outdir / "index.html").write_text(HOME)
 
 
+def list_fields(_: "Sphinx", what: str, __: str, documented: object, *___: object) -> object:
+    """Leave out the signature of a dataclass, as all of its fields are listed below it, with the
+    types that a reader needs: `int`, and not the limits that a file is checked by.
+    """
+    if what != "class" or not dataclasses.is_dataclass(documented):
+        return None
+    documented.__annotations__ = get_type_hints(documented)
+    return "", None
+
+
 def setup(app: "Sphinx") -> None:
     """Connect what this file adds; Sphinx calls it."""
     app.connect("source-read", add_contents)
     app.connect("build-finished", add_gallery)
+    app.connect("autodoc-process-signature", list_fields)

@@ -233,6 +233,15 @@ def test_the_model_that_is_shown_makes_logits_of_tokens() -> None:
     assert model(torch.zeros(3, 5, dtype=torch.long)).shape == (3, 5, 11)
 
 
+@pytest.mark.parametrize("program", programs("docs/API.md"))
+def test_a_program_that_is_shown_prints(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(program, {})
+    assert capsys.readouterr().out
+
+
 # The gallery
 
 
