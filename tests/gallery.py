@@ -24,7 +24,7 @@ PAGES = {
 STRANGER = ROOT / "tests" / "analysis" / "kernels" / "two_gpus_sizes"
 """Traces of a loop that knows nothing of this program."""
 CEILINGS = "ceilings"
-WIDTH, HEIGHT = 1280, 760
+WIDTH, HEIGHT = 1280, 640
 
 
 def make_page(name: str, results: str) -> None:

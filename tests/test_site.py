@@ -5,9 +5,12 @@ what they print, and the pages of the gallery have the figures of their tables.
 """
 
 import csv
+import gzip
+import json
 import re
 import runpy
 import shlex
+import statistics
 from collections.abc import Iterator
 from functools import cache
 from html import unescape
@@ -28,7 +31,7 @@ from cs336.record import load_records
 from cs336.report.terminal import print_run
 from cs336.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, ROOT
-from tests.gallery import GALLERY, PAGES
+from tests.gallery import GALLERY, PAGES, STRANGER
 
 SITE = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), DATA / "README.md"]
 """The documents of the site, without published tables."""
@@ -67,10 +70,12 @@ def test_what_is_linked_is_there(document: Path) -> None:
             assert not anchor or anchor in anchors(path), link
 
 
-def test_every_document_is_in_the_navigation() -> None:
+def test_every_document_of_docs_is_in_the_navigation() -> None:
     contents = runpy.run_path(str(ROOT / "docs" / "conf.py"))["CONTENTS"]
     listed = [f"{document}.md" for part in contents.values() for document in part.values()]
-    assert sorted([*listed, "README.md"]) == sorted(map(name_of, SITE))
+    assert len({*listed}) == len(listed)
+    assert {name_of(path) for path in ROOT.glob("docs/*.md")} < {*listed}
+    assert [name for name in listed if not (ROOT / name).is_file()] == []
 
 
 # Commands
@@ -286,6 +291,19 @@ def test_a_page_of_the_gallery_has_the_times_and_peaks_of_its_table(name: str) -
             for mean, deviation in times
         ), row[TIME]
         assert any(rounds(figure, row[PEAK]) for figure in figures), row[PEAK]
+
+
+def test_the_page_of_a_strangers_trace_has_the_times_of_the_trace() -> None:
+    """The kernels of the first rank and its steps by the host's clock, added up here."""
+    with gzip.open(STRANGER / "rank0.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    of_host = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [e["dur"] / 1e3 for e in of_host if e["name"].startswith("ProfilerStep#")]
+    kernels = [e["dur"] / 1e3 for e in events if e.get("cat") == "kernel"]
+    text = words_of(GALLERY / "stranger.html")
+    said = [mean for mean, _ in re.findall(f"{NUMBER} ± {NUMBER}", text)]
+    for time_ms in (statistics.mean(steps), sum(kernels) / len(steps)):
+        assert any(rounds(mean, str(time_ms)) for mean in said if has_three_digits(mean)), time_ms
 
 
 @pytest.mark.parametrize("page", sorted(GALLERY.glob("*.html")), ids=lambda path: path.name)
