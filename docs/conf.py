@@ -29,6 +29,7 @@ CONTENTS = {
         "Your loop": "docs/LOOP",
         "A file of another program": "docs/FILES",
         "Plan a training": "docs/PLAN",
+        "Tests of a step's cost": "docs/TESTS",
         "Several GPUs": "docs/RANKS",
         "Several machines": "docs/CLUSTER",
         "The course": "docs/COURSE",

@@ -238,6 +238,14 @@ def test_the_model_that_is_shown_makes_logits_of_tokens() -> None:
     assert model(torch.zeros(3, 5, dtype=torch.long)).shape == (3, 5, 11)
 
 
+def test_a_tested_step_has_what_is_named() -> None:
+    tested = pytest.importorskip("cs336.tested_step").TestedStep
+    (program,) = programs("docs/TESTS.md")
+    rows = re.findall(r"(?m)^\| (`.*?) \|", (ROOT / "docs/TESTS.md").read_text())
+    names = re.findall(r"\bstep\.(\w+)", program) + re.findall(r"`(\w+)", " ".join(rows))
+    assert [name for name in names if not hasattr(tested, name)] == []
+
+
 @pytest.mark.parametrize("program", programs("docs/API.md"))
 def test_a_program_that_is_shown_prints(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
