@@ -41,7 +41,7 @@ check: $(CHECK)
 	$(BIN)/mypy
 
 docs: $(DOCS)
-	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs . build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs -d build/doctrees . build/site
 
 gallery: $(DEV)
 	$(BIN)/python -m tests.gallery
