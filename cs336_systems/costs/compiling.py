@@ -12,6 +12,7 @@ matmul is computed by cuBLAS, and its sides are padded if they are not aligned.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -84,6 +85,8 @@ class Compiler:
         """Note what compiled functions launch in `trace`. Its modes are off while `suspended`,
         within which they are `resumed` for what is compiled.
         """
+        if find_spec("triton") is None:
+            raise TraceError("compiling for a GPU needs Triton: `pip install triton`")
         self._trace, self._suspended, self._resumed = trace, suspended, resumed
         self._torch = compiler_internals()
         self._compile = torch.compile
