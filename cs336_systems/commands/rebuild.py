@@ -118,7 +118,7 @@ def rebuild_all(
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
         lost = {
-            path.relative_to(root): why.replace(f"{root}/", "") for path, why in problems.items()
+            path.relative_to(root): why.replace(f"{root}{os.sep}", "") for path, why in problems.items()
         }
         page = root / PAGE_FILE
         write_page(list_of(root, pages, lost), page)

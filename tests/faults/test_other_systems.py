@@ -1,0 +1,147 @@
+"""Windows and macOS, whose Python lacks modules and functions that Linux has: what they lack is
+taken away from the program, and files are still read and steps still foretold.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.faults.harness import ROOT
+from tests.faults.test_other_torch import IN_ONE_PROCESS
+
+KERNELS = ROOT / "tests" / "analysis" / "kernels"
+TRACE = KERNELS / "two_gpus" / "rank1_ddp.json.gz"
+SNAPSHOT = next((ROOT / "data/published/memory_profiles/h200/examples").glob("*.pickle"))
+PUBLISHED = ROOT / "data" / "published"
+LIMITED = ("os", "signal", "time", "select", "socket", "subprocess", "multiprocessing.context")
+"""Modules that every system has, without some of their names."""
+ABSENT = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog")
+"""Modules that some systems do not have."""
+TAKEN_AWAY = """
+import builtins, json, os, sys, types, warnings
+
+lacking = json.loads(sys.argv.pop(1))
+import_any = builtins.__import__
+
+
+def open_no_directory(path, *others, **options):
+    if os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", path)
+    return os.open(path, *others, **options)
+
+
+def without(module, names):
+    kept = {name: value for name, value in vars(module).items() if name not in names}
+    limited = types.ModuleType(module.__name__)
+    limited.__dict__.update(kept)
+    if module is os and "fork" in names:
+        limited.open = open_no_directory
+    return limited
+
+
+def import_what_there_is(name, variables=None, *others, **options):
+    module = import_any(name, variables, *others, **options)
+    importer = (variables or {}).get("__name__", "")
+    if not importer.startswith("cs336") or module.__name__ not in lacking:
+        return module
+    names = lacking[module.__name__]
+    if names is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return without(module, names)
+
+
+builtins.__import__ = import_what_there_is
+# a text file that is opened without its encoding has another one on Windows
+warnings.filterwarnings("error", category=EncodingWarning, module=r"cs336(\\.|$)")
+"""
+
+
+def names_in(body: list[ast.stmt], platform: str) -> set[str]:
+    """The names that statements of a stub define on this platform."""
+    names: set[str] = set()
+    for statement in body:
+        if isinstance(statement, ast.If):
+            asked = compile(ast.Expression(statement.test), "stub", "eval")
+            system = SimpleNamespace(platform=platform, version_info=sys.version_info)
+            branch = statement.body if eval(asked, {"sys": system}) else statement.orelse
+            names |= names_in(branch, platform)
+        elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.AnnAssign):
+            names.add(ast.unparse(statement.target))
+        elif isinstance(statement, ast.Assign):
+            names |= {ast.unparse(target) for target in statement.targets}
+        elif isinstance(statement, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in statement.names}
+    return names
+
+
+def lacking_on(platform: str) -> dict[str, list[str] | None]:
+    """By the stubs of Python's own library, what each module lacks there; None: it is not there."""
+    checker = find_spec("mypy")
+    if checker is None or checker.origin is None:
+        pytest.skip("mypy, which has the stubs, is not installed: make check installs it")
+    stubs = Path(checker.origin).parent / "typeshed" / "stdlib"
+    lacking: dict[str, list[str] | None] = {}
+    for module in (*LIMITED, *ABSENT):
+        path = stubs.joinpath(*module.split("."))
+        path = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".pyi")
+        body = ast.parse(path.read_text()).body
+        here, there = (names_in(body, system) for system in ("linux", platform))
+        gone = sorted(here - there)
+        lacking[module] = None if module in ABSENT and "win32" == platform else gone
+    return lacking
+
+
+def run_there(
+    platform: str, place: Path, *commands: list[str]
+) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-X", "warn_default_encoding", "-c", TAKEN_AWAY + IN_ONE_PROCESS]
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*words, json.dumps(lacking_on(platform)), json.dumps(commands)],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="cp1252",
+        timeout=200,
+    )
+
+
+def test_the_stubs_tell_what_a_system_lacks() -> None:
+    windows, mac = lacking_on("win32"), lacking_on("darwin")
+    assert {"fork", "killpg", "sched_getaffinity", "O_NOFOLLOW"} <= {*windows["os"]}
+    assert {"SIGHUP", "SIGKILL"} <= {*windows["signal"]}
+    assert "ForkServerContext" in windows["multiprocessing.context"]
+    assert "sched_getaffinity" in mac["os"]
+    assert "fork" not in mac["os"]
+    for module in ABSENT:
+        assert windows[module] is None
+        assert mac[module] is not None
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_files_are_read_and_steps_foretold_with_what_other_systems_have(
+    platform: str, tmp_path: Path
+) -> None:
+    done = run_there(
+        platform,
+        tmp_path,
+        ["--help"],
+        ["kernels", str(TRACE)],
+        ["memory", str(SNAPSHOT)],
+        ["report", str(TRACE)],
+        ["report", str(SNAPSHOT)],
+        ["account", "--size", "gpt2-xl", "--mixed-precision", "--attention", "sdpa"],
+        ["plan", "--size", "8B", "--tokens", "1T", "--gpus", "8xH100"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads((tmp_path / "statuses.json").read_text())) == {0}, done.stderr
