@@ -53,6 +53,8 @@ LONG = (
     "test_start_up",
     "test_worker_faults",
     "test_fast",
+    "test_notebook",
+    "test_other_systems",
     "test_ways",
 )
 """Files with few tests that take ten seconds and more."""
