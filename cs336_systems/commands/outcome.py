@@ -233,7 +233,7 @@ def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) ->
     left alone, and so is a console of Windows, to which no plain file can write.
     """
     if stream is None:
-        return open(descriptor, "w", closefd=False)
+        return open(descriptor, "w", encoding="utf-8", closefd=False)
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
         return stream
     if not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):

@@ -287,4 +287,4 @@ def _limit_memory() -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (host_memory_bytes(), resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cs336.posix_needed import LACKING
 from tests.faults.harness import ROOT
 
 LIMITED = ("os", "signal", "time", "select", "socket", "subprocess", "multiprocessing.context")
@@ -103,7 +104,20 @@ def test_the_stubs_tell_what_a_system_lacks() -> None:
     assert not any(windows[module] for module in ABSENT)
 
 
-@pytest.mark.parametrize(("platform", "left_out"), [("win32", ""), ("darwin", "plan report")])
+def run_there(platform: str, place: Path, script: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-X", "warn_default_encoding", "-c", TAKEN_AWAY + script]
+    return subprocess.run(
+        [*words, json.dumps(lacking_on(platform))],
+        cwd=place,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        encoding="cp1252",
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize(("platform", "left_out"), [("win32", ""), ("darwin", "account kernels plan report")])
 def test_files_are_read_and_steps_foretold_with_what_other_systems_have(
     platform: str, left_out: str, tmp_path: Path
 ) -> None:
@@ -111,14 +125,28 @@ def test_files_are_read_and_steps_foretold_with_what_other_systems_have(
 from tests.outside import COMMANDS, run_all
 sys.exit(run_all([words for words in COMMANDS if words[0] not in {left_out.split()}]))
 """
-    words = [sys.executable, "-X", "warn_default_encoding", "-c", TAKEN_AWAY + script]
-    done = subprocess.run(
-        [*words, json.dumps(lacking_on(platform))],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        encoding="cp1252",
-        timeout=200,
-    )
+    done = run_there(platform, tmp_path, script)
     assert done.returncode == 0, done.stderr
+
+
+def test_windows_watches_loops_and_says_of_measuring_that_it_cannot(tmp_path: Path) -> None:
+    script = """
+import torch
+from cs336 import cli, start, watch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters())
+with watch(model, optimizer, warmup_steps=1) as watched:
+    for _ in range(3):
+        with watched.step():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert watched.report() is not None
+for command in ("benchmark", "sweep", "ceilings", "ladder"):
+    print(command, cli.main([command, "--device", "cpu"]))
+"""
+    done = run_there("win32", tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    refused = [line for line in done.stderr.splitlines() if line == f"error: {LACKING}"]
+    statuses = [line.split()[-1] for line in done.stdout.splitlines()[-len(refused) :]]
+    assert statuses == ["1"] * 4

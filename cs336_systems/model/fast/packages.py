@@ -126,7 +126,11 @@ def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
     while left := [module for module in modules if module not in failures]:
         command = [sys.executable, "-P", "-c", _TRY, *left]
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
         )
         for line in done.stdout.splitlines():
             module, _, why = line.removeprefix(_TRIED).partition(" ")
