@@ -117,7 +117,9 @@ def run_there(platform: str, place: Path, script: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize(("platform", "left_out"), [("win32", ""), ("darwin", "account kernels plan report")])
+@pytest.mark.parametrize(
+    ("platform", "left_out"), [("win32", ""), ("darwin", "account kernels plan report")]
+)
 def test_files_are_read_and_steps_foretold_with_what_other_systems_have(
     platform: str, left_out: str, tmp_path: Path
 ) -> None:
