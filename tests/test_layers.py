@@ -31,6 +31,7 @@ FOLDERS = (
 those before it, and from BASE.
 """
 BASE = (
+    "posix_needed",
     "torch_needed",
     "",
     "interrupt",

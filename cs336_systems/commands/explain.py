@@ -2,7 +2,6 @@
 file of any program.
 """
 
-import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ import tyro
 from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
-from ..text import print_line
+from ..text import command_line, print_line
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
 from .outcome import OK, UsageError, existing, show, with_statistics
 
@@ -216,7 +215,7 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        print_line(f"page: cs336 report {shlex.quote(str(arguments.file))} --open")
+        print_line(f"page: {command_line(['cs336', 'report', str(arguments.file), '--open'])}")
     return OK
 
 

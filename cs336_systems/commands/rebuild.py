@@ -117,9 +117,8 @@ def rebuild_all(
         print_line(f"rebuilt: {len(rebuilt)} of {len(paths)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
-        lost = {
-            path.relative_to(root): why.replace(f"{root}/", "") for path, why in problems.items()
-        }
+        before = f"{root}{os.sep}"
+        lost = {path.relative_to(root): why.replace(before, "") for path, why in problems.items()}
         page = root / PAGE_FILE
         write_page(list_of(root, pages, lost), page)
     status.end()

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
-from multiprocessing import Pipe
 from pathlib import Path
 
 import msgspec
@@ -396,8 +395,8 @@ class _Tracer:
     """A process that imports PyTorch and a user's code, and traces; it is started by the first step
     to trace.
 
-    Questions and answers go through a pipe of their own: what a user's code prints goes to standard
-    error.
+    Questions and answers are lines on its standard input and output. What a user's code prints goes
+    to standard error.
     """
 
     _process: subprocess.Popen[bytes] | None = None
@@ -405,28 +404,27 @@ class _Tracer:
     def trace(self, asked: Asked) -> dict[str, bytes]:
         """The tapes that are asked for; if the process ends instead, tapes that say so."""
         process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            self._pipe.send_bytes(msgspec.json.encode(asked))
-            return msgspec.json.decode(self._pipe.recv_bytes(), type=dict[str, bytes])
-        except (EOFError, OSError):
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.flush()
+            return msgspec.json.decode(process.stdout.readline(), type=dict[str, bytes])
+        except (OSError, msgspec.DecodeError):
             failure = f"the process that traced it ended with status {process.wait()}"
             self.end()
             return {name: encoded(Tape(failure=failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process that traces steps, connected to this one by a pipe."""
-        self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
-        with theirs:
-            # in a session of its own, so that Ctrl-C reaches this process alone, which then ends
-            # the other
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        """Start the process that traces steps."""
+        # in a session of its own, so that Ctrl-C reaches this process alone, which then ends the
+        # other
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", TRACER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         return self._process
 
     def end(self) -> None:
@@ -435,6 +433,6 @@ class _Tracer:
         """
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._pipe.close()
+            with contextlib.suppress(OSError):  # a question that was not sent
+                self._process.communicate()
             self._process = None

@@ -1,5 +1,5 @@
-"""Traces the real step of a configuration; as a process of its own it is asked for tapes through
-a pipe.
+"""Traces the real step of a configuration; as a process of its own it is asked for tapes by lines
+of standard input.
 """
 
 import itertools
@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -438,10 +437,12 @@ def _reason(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    questions = Connection(int(sys.argv[1]))
-    # a process that the user's code starts would keep it open
-    os.set_inheritable(questions.fileno(), False)
-    with suppress(EOFError, BrokenPipeError):  # the process that asks has ended
-        while True:
-            asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)
-            questions.send_bytes(msgspec.json.encode(trace_all(asked)))
+    # copies, which no process that the user's code starts inherits
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # where the user's code prints
+    with suppress(BrokenPipeError):  # the process that asks has ended
+        for line in questions:
+            tapes = trace_all(msgspec.json.decode(line, type=Asked))
+            answers.write(msgspec.json.encode(tapes) + b"\n")
+            answers.flush()

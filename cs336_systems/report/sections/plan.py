@@ -1,6 +1,5 @@
 """What a training takes on many GPUs, in three sentences, a table of layouts and a picture."""
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
-from ...text import counted
+from ...text import command_line, counted
 from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
@@ -247,7 +246,7 @@ def _command(config: RunConfig) -> str:
         if name not in ("size", "model", "device", "context_length") and not is_named:
             words += [flag_of(name, SETTINGS[name]), str(value)]
     words += ["--context-length", str(config.model.context_length)]
-    return shlex.join(words)
+    return command_line(words)
 
 
 def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
