@@ -58,6 +58,7 @@ ELSEWHERE = (
     "sweep.worker",
     "sweep.ranks",
     "sweep.cluster",
+    "costs.graphs",
     "costs.internals",
     "costs.on_cuda",
     "costs.operators",

@@ -5,6 +5,7 @@ launches, which become a Tape.
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,14 @@ import torch
 from torch import Tensor
 
 from ..config import Phase
-from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
+from .graphs import all_tensors, sorted_nodes
+from .internals import (
+    FakeWork,
+    address_of,
+    current_node,
+    next_sequence_number,
+    without_modes,
+)
 from .routing import Routing
 from .tape import WIDTHS, Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
@@ -136,6 +144,9 @@ class StepTrace:
         self.main_stream = self.stream = CudaStream()
         self._streams: dict[int, str] = {}
         self.places: list[str | None] = []
+        self.owners: list[str | None] = []
+        self.again: list[int] = []
+        self.graphs: list[dict[str, int]] = []
         self._paths: list[str] = []
         self._path_changes: tuple[list[int], list[str | None]] = [], []
         """Sequence numbers of autograd's next node, and the module that runs from there on."""
@@ -150,6 +161,11 @@ class StepTrace:
     def _module(self) -> str | None:
         """The path of the module that runs; None outside of the model."""
         return self._paths[-1] if self._paths else None
+
+    @property
+    def depth(self) -> int:
+        """How many modules run, one within the other."""
+        return len(self._paths)
 
     @property
     def place(self) -> str:
@@ -168,12 +184,21 @@ class StepTrace:
         if self.steps:
             self.steps[-1].append((phase, len(self.events), len(self.launches)))
 
-    def note(self, category: Category, tensors: Iterable[Tensor]) -> None:
-        """Say what these tensors are for."""
+    def note_named(self, category: Category, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Say what these tensors are for, and by their names which module has them."""
+        for name, tensor in named:
+            self.note(category, [tensor], path_of(name.rpartition(".")[0]))
+
+    def note(
+        self, category: Category, tensors: Iterable[Tensor], owner: str | None = None
+    ) -> None:
+        """Say what these tensors are for, and which module has them if `owner` is its path."""
         for tensor in tensors:
             part = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
             if (handle := self._handles.get(address_of(part.untyped_storage()))) is not None:
                 self.made[handle][0] = category
+                if owner is not None:
+                    self.owners[handle] = owner
 
     # streams
 
@@ -214,11 +239,20 @@ class StepTrace:
     def _path(self) -> str | None:
         """The module that runs; in backward, the one whose forward made the node that runs."""
         node = current_node() if self.phase is Phase.BACKWARD and not self._paths else None
-        if node is None:
-            return self._module
+        return self._module if node is None else self._path_of(node)
+
+    def _path_of(self, node: Any) -> str | None:
+        """The module that ran when a node of autograd was made."""
         numbers, paths = self._path_changes
         place = bisect_right(numbers, node._sequence_nr())
         return paths[place - 1] if place else None
+
+    def note_graphs(self) -> None:
+        """Count the nodes of autograd from which something can still be reached, as a step ends."""
+        with without_modes():  # which would show them on a GPU
+            nodes = sorted_nodes(tensor for tensor in all_tensors() if tensor.is_meta)
+        paths = Counter(map(self._path_of, nodes))
+        self.graphs.append({path or "": count for path, count in paths.items()})
 
     # tensors
 
@@ -264,6 +298,7 @@ class StepTrace:
             return False
         self.events.pop()
         self.made.pop()
+        self.owners.pop()
         self._handles[total] = self._handles[key]
         return True
 
@@ -293,6 +328,7 @@ class StepTrace:
         handle = len(self.made)
         size = self.shape_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
         self.made.append([category or self._category(), label, *size, self._name_of_stream()])
+        self.owners.append(self._path())
         self.events.append(handle)
         return handle
 
@@ -344,6 +380,9 @@ class StepTrace:
         """
         key = (self._views, make, *arguments)
         operation = self._operations.setdefault(key, len(self._operations))
+        # backward's own formulas run without gradients, what a checkpoint runs again with them
+        if torch.is_grad_enabled() and current_node() is not None:
+            self.again.append(len(self.launches))
         self.launches.append(operation)
         self.places.append(self._path())
         self._views = 0

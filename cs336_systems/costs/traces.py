@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import lzma
+import os
 import subprocess
 import sys
 import zipfile
@@ -36,6 +37,8 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
 TRACER = "cs336.measure.traced"
+FORKING = "fork"
+"""Argument of TRACER with which each step is traced by a process of its own."""
 PRIMES = {
     "batch": 1009,
     "heads": 17,
@@ -199,9 +202,9 @@ def idle_parameters(config: RunConfig) -> int | None:
 
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
-    """The tape that is kept so, with one more step."""
+    """The tape that is kept so, with one more step if the last one is in the steady state."""
     tape = Tape.from_json(lzma.decompress(kept))
-    if tape.steps:
+    if tape.steps and tape.is_steady:
         tape.repeat()
     return tape
 
@@ -320,16 +323,33 @@ def one_tracer() -> Iterator[TraceSteps]:
     if lacking := lacking_torch():
         failure = encoded(Tape(failure=f"tracing the step {lacking}"))
         yield lambda asked: dict.fromkeys(asked, failure)
-    elif "torch" in sys.modules:
-        yield importlib.import_module(TRACER).trace_all
     elif _open:
         yield _open[0].trace
+    elif "torch" in sys.modules:
+        yield importlib.import_module(TRACER).trace_all
     else:
-        _open.append(_Tracer())
-        try:
-            yield _open[0].trace
-        finally:
-            _open.pop().end()
+        with _opened(_Tracer()) as trace:
+            yield trace
+
+
+@contextlib.contextmanager
+def traced_elsewhere() -> Iterator[None]:
+    """Let all that is traced in this block be traced by another process, and each step by a copy of
+    it, so that what a user's code keeps in its modules changes neither this process nor the next
+    trace.
+    """
+    with _opened(_Tracer(FORKING)):
+        yield
+
+
+@contextlib.contextmanager
+def _opened(tracer: "_Tracer") -> Iterator[TraceSteps]:
+    """Let this process trace all that is traced in this block."""
+    _open.append(tracer)
+    try:
+        yield tracer.trace
+    finally:
+        _open.pop().end()
 
 
 class _Tracer:
@@ -340,7 +360,10 @@ class _Tracer:
     error.
     """
 
-    _process: subprocess.Popen[bytes] | None = None
+    def __init__(self, *arguments: str) -> None:
+        """`arguments` are those of TRACER beside the pipe."""
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
 
     def trace(self, asked: Asked) -> dict[str, bytes]:
         """The tapes that are asked for; if the process ends instead, tapes that say so."""
@@ -356,7 +379,9 @@ class _Tracer:
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the process that traces steps, connected to this one by a pipe."""
         self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
+        command = [sys.executable, "-m", TRACER, str(theirs.fileno()), *self._arguments]
+        # where this process finds modules, the other one does too
+        places = os.pathsep.join(filter(None, sys.path))
         with theirs:
             # in a session of its own, so that Ctrl-C reaches this process alone, which then ends
             # the other
@@ -364,6 +389,7 @@ class _Tracer:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
+                env={**os.environ, "PYTHONPATH": places},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -1,0 +1,172 @@
+"""In what the costs of a step have grown since those that were kept, and which module has grown."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..costs.step_costs import Costs, module_of
+from ..costs.tape import REPEATED
+from .column import Column
+from .section import Table, make_table
+from .words import GIB, count, significant
+
+QUANTITIES = {
+    "kept_nodes": "keeps {} nodes of autograd more from step to step",
+    "kept_bytes": "keeps {} more from step to step",
+    "saved_bytes": "saves {} more",
+    "held_bytes": "holds {} more between steps",
+    "flops": "computes {} FLOPs more",
+    "recomputed_flops": "computes {} FLOPs more a second time",
+    "operations": "dispatches {} operations more",
+    "made_bytes": "allocates {} more",
+    "peak_bytes": "has {} more at the peak",
+}
+"""What is said of a module that has grown in a quantity; the first that has grown is the headline,
+as those after it follow from it.
+"""
+MOST = 0.6
+"""Share of its growth from which on a part of a module is named in place of the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """One quantity of a step that has grown."""
+
+    quantity: str
+    before: int
+    now: int
+    module: str
+    """The innermost module that has most of the growth."""
+    cause: str
+    """What has grown most in it."""
+
+    def __str__(self) -> str:
+        more = QUANTITIES[self.quantity].format(_written(self.quantity, self.now - self.before))
+        cause = f": {self.cause}" if self.cause else ""
+        before, now = (_written(self.quantity, value) for value in (self.before, self.now))
+        return f"{self.module or 'the step'} {more}{cause} ({now} in all, was {before})"
+
+
+def growths(before: Costs, now: Costs) -> list[Growth]:
+    """The quantities that have grown, the headline first."""
+    renamed = _renamed(before, now)
+    grown = []
+    for quantity in QUANTITIES:
+        old, new = before.get(quantity, {}), now.get(quantity, {})
+        totals = sum(old.values()), sum(new.values())
+        if totals[1] <= totals[0]:
+            continue
+        more = Counter[str](new)
+        for part, amount in old.items():
+            module = module_of(part)
+            more[renamed.get(module, module) + part[len(module) :]] -= amount
+        module = _innermost(more)
+        growth = Growth(
+            quantity=quantity,
+            before=totals[0],
+            now=totals[1],
+            module=module,
+            cause=_cause(more, module),
+        )
+        grown.append(growth)
+    return grown
+
+
+def _renamed(before: Costs, now: Costs) -> dict[str, str]:
+    """New names of modules: those of which only one side has the name are taken for each other, in
+    the order in which they run, if they are as many.
+    """
+    old, new = (_modules(costs) for costs in (before, now))
+    gone = [module for module in old if module not in new]
+    come = [module for module in new if module not in old]
+    return dict(zip(gone, come, strict=True)) if len(gone) == len(come) else {}
+
+
+def _modules(costs: Costs) -> dict[str, None]:
+    """The modules in the order in which they dispatch operations."""
+    return dict.fromkeys(map(module_of, costs["operations"]))
+
+
+def _innermost(more: Mapping[str, int]) -> str:
+    """The innermost module that has most of the growth; empty if it is spread over the step."""
+    grown = Counter[str]()
+    for part, amount in more.items():
+        grown[module_of(part)] += amount
+    path, names = "", {module: _names(module) for module in grown}
+    depth, total = 0, sum(grown.values())
+    while True:
+        parts = Counter[str]()
+        for module, amount in grown.items():
+            if len(names[module]) > depth and ".".join(names[module][:depth]) == path:
+                parts[".".join(names[module][: depth + 1])] += amount
+        (inner, amount), *_ = [*parts.most_common(1), ("", 0)]
+        if amount < MOST * total or not amount:
+            return path
+        path, depth = inner, depth + 1
+
+
+def _names(module: str) -> list[str]:
+    """The names in the path of a module; a list and the number in it are one."""
+    return [name.replace("*", REPEATED) for name in module.replace(REPEATED, "*").split(".")]
+
+
+def _cause(more: Mapping[str, int], module: str) -> str:
+    """What has grown most in a module, and of what it was if that is gone."""
+    parts = Counter[str]()
+    for part, amount in more.items():
+        inner = module_of(part)
+        if inner == module or inner.startswith(f"{module}.") or not module:
+            parts[part[len(inner) + 2 :]] += amount
+    (what, amount), *_ = [*parts.most_common(1), ("", 0)]
+    operator = what.partition(" of ")[0]
+    for other, gone in parts.items():
+        if other != what and other.partition(" of ")[0] == operator and gone < 0:
+            return f"{what}, was {other.removeprefix(operator).strip()}"
+    return what if amount > 0 else ""
+
+
+def _written(quantity: str, value: float) -> str:
+    """An amount of a quantity with its unit."""
+    if not quantity.endswith("_bytes"):
+        return count(value)
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= size:
+            return f"{significant(value / size, 3)} {unit}"
+    return f"{value:,} bytes"
+
+
+def costs_table(before: Mapping[str, Costs], now: Mapping[str, Costs]) -> Table:
+    """The costs of steps beside those that were kept; a step without these has a row of its own
+    costs.
+    """
+    rows = []
+    for name, costs in now.items():
+        old = before.get(name)
+        for quantity in reversed(QUANTITIES):
+            value = sum(costs[quantity].values())
+            earlier = None if old is None else sum(old.get(quantity, {}).values())
+            if value or earlier:
+                rows.append(_row(name, quantity, earlier, value))
+    columns = [
+        Column("step", key="step", numeric=False, write=str),
+        Column("quantity", key="quantity", numeric=False, write=str),
+        Column("was", key="before", write=str),
+        Column("is", key="now", write=str),
+        Column("change", key="change", write="{:+.1%}".format),
+    ]
+    notes = []
+    for name, costs in now.items():
+        if name in before:
+            notes += [f"{name}: {growth}." for growth in growths(before[name], costs)[:1]]
+    return make_table("Costs of steps", columns, rows, notes)
+
+
+def _row(name: str, quantity: str, earlier: int | None, value: int) -> dict[str, object]:
+    """The row of one quantity of a step."""
+    return {
+        "step": name,
+        "quantity": quantity.removesuffix("_bytes").replace("_", " "),
+        "before": None if earlier is None else _written(quantity, earlier),
+        "now": _written(quantity, value),
+        "change": value / earlier - 1 if earlier else None,
+    }
