@@ -62,7 +62,7 @@ def cs336_step(pytestconfig: pytest.Config) -> Iterator[Callable[..., Any]]:
 
 
 def _path(config: pytest.Config) -> Path:
-    return config.rootpath / FILE_NAME
+    return Path(config.rootpath, FILE_NAME)
 
 
 def _kept(config: pytest.Config) -> dict[str, Any]:

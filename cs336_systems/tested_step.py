@@ -37,11 +37,12 @@ def config_of(model: str, settings: Mapping[str, Any]) -> RunConfig:
     """The step of a factory with these settings, whose names are those of flags with underscores;
     raise ValueError for one that is unknown or has no such value.
     """
-    declared = {field.name: field.type for kind in (RunConfig, ModelConfig) for field in fields(kind)}
+    declared = {field.name: field.type for field in (*fields(RunConfig), *fields(ModelConfig))}
     converted = {}
     for name, value in settings.items():
         if name not in declared:
-            raise ValueError(f"cs336_step: no setting {name!r}; needed one of {', '.join(declared)}")
+            known = ", ".join(declared)
+            raise ValueError(f"cs336_step: {name!r} is no setting; needed one of {known}")
         try:
             converted[name] = msgspec.convert(value, declared[name])
         except msgspec.ValidationError as error:

@@ -51,7 +51,7 @@ BASE = (
     "record",
 )
 """Modules of the package root that every folder may import, from the bottom up."""
-TOP = ("cli", "start", "__main__")
+TOP = ("tested_step", "pytest_plugin", "cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
 ELSEWHERE = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+
 def all_tensors() -> list[Tensor]:
     """All tensors that Python knows, so those of its frames too."""
     # isinstance would ask proxies for their class, which may do anything

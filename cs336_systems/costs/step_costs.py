@@ -3,7 +3,7 @@ with those of another version of the code.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,11 +17,7 @@ from .time import flops_of
 Costs = dict[str, dict[str, int]]
 """By quantity, the amount of each part: a module, and what it is in it (`part_name`)."""
 FORMAT_VERSION = 1
-HELD = (
-    Category.PARAMETERS,
-    Category.GRADIENTS,
-    Category.OPTIMIZER_STATE,
-)
+HELD = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 """Categories of tensors that are named after these, and not after the operators that made them."""
 UNCOUNTED = ("convolution", "cudnn_convolution", "miopen_convolution")
 """Operators that multiply matrices, of which a tape has no FLOPs."""
@@ -40,35 +36,51 @@ def module_of(part: str) -> str:
 def step_costs(tape: Tape) -> Costs:
     """The costs of the last step of a tape that knows its modules.
 
-    `peak_bytes` is of tensors that are asked for, each rounded up as the allocator does it, without
-    what the allocator cannot split off: that depends on where blocks happen to lie. `saved_bytes`
-    is what forward passes leave, all of the step together; `made_bytes` all that operations
-    allocate; `held_bytes` what is there when a step begins; `kept_bytes` how much more that is from
-    step to step, and `kept_nodes` the same of nodes of autograd. `flops` are those of matmuls, with `recomputed_flops`, which checkpoints run
-    again.
+    - `peak_bytes`: of tensors that are asked for, each rounded up as the allocator does it, without
+      what the allocator cannot split off, which depends on where blocks happen to lie.
+    - `saved_bytes`: what forward passes leave for backward, all of the step together.
+    - `made_bytes`: all that operations allocate.
+    - `held_bytes`: what is there when a step begins.
+    - `kept_bytes`, `kept_nodes`: how much more there is from step to step, of tensors and of nodes
+      of autograd.
+    - `flops`: those of matmuls; `recomputed_flops` are those among them that checkpoints run again.
+    - `operations`: those that the host dispatches, views left out.
     """
     tensors = _Tensors(tape)
     _, start, _ = tape.steps[-1][0]
-    _, before, _ = tape.steps[-2][0]
     end = len(tape.events)
     levels = allocated_levels(tape, [rounded_bytes(size) for size in tensors.sizes_bytes])
     peak = max(range(start, end + 1), key=levels.__getitem__)
     saved = Counter[str]()
-    for phase, (first, stop), _ in phases_of(tape, -1):
-        if phase is Phase.FORWARD:
-            saved += tensors.together(tensors.left(first, stop))
+    for first, stop in _forward_passes(tape):
+        saved += tensors.together(tensors.left(first, stop))
     held, after = (tensors.together(tensors.left(0, place)) for place in (start, end))
-    earlier = held if before == start else tensors.together(tensors.left(0, start))
     made = [event for event in tape.events[start:end] if event >= 0]
     return {
         "peak_bytes": dict(tensors.together(tensors.left(0, peak))),
         "saved_bytes": dict(saved),
         "made_bytes": dict(tensors.together(made)),
         "held_bytes": dict(held),
-        "kept_bytes": _growth(earlier, after),
+        "kept_bytes": _growth(held, after),
         "kept_nodes": _growth(*map(_nodes, tape.graphs[-2:])),
         **_launched(tape),
     }
+
+
+def _forward_passes(tape: Tape) -> Iterator[tuple[int, int]]:
+    """From where to where the events of each forward pass of the last step go: until backward, or
+    where none follows, until its last model has returned.
+    """
+    begin: int | None = None
+    returned = 0
+    for phase, (first, stop), _ in phases_of(tape, -1):
+        if phase is Phase.FORWARD:
+            returned = stop if begin is None else first
+            begin = first if begin is None else begin
+            continue
+        if begin is not None:
+            yield begin, first if phase is Phase.BACKWARD else returned
+        begin = None
 
 
 def _growth(before: Counter[str], after: Counter[str]) -> dict[str, int]:
@@ -102,7 +114,7 @@ class _Tensors:
         if spec.category in HELD:
             what = spec.category.value
         *_, element_bytes = spec.formula.split()
-        return part_name(_shown(owner, phase), f"{what} of {element_bytes} bytes")
+        return part_name(_shown(owner, phase), f"{what} in {element_bytes}-byte elements")
 
     def left(self, first: int, stop: int) -> list[int]:
         """The tensors that are made between two events and not freed before the second."""
@@ -182,5 +194,5 @@ def write_costs(path: Path, steps: Mapping[str, Costs]) -> None:
 
 def has_uncounted_flops(costs: Costs) -> bool:
     """Whether the step has matmuls whose FLOPs are not counted."""
-    operators = {part.rpartition(": ")[2].partition(" of ")[0] for part in costs["made_bytes"]}
+    operators = {part.rpartition(": ")[2].partition(" in ")[0] for part in costs["made_bytes"]}
     return not operators.isdisjoint(UNCOUNTED)

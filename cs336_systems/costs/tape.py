@@ -241,8 +241,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """Tensors and operations of some steps, of few kinds, which are numbered because layers
     repeat.
 
-    One that comes with the program has no `places`, `owners` and `again`, and those of several ranks and of fast models
-    have no `parameters`.
+    One that comes with the program has no `places`, `owners`, `again` and `graphs`, and those of
+    several ranks and of fast models have no `parameters`.
     """
 
     axes: Mapping[str, int] = {}

@@ -14,17 +14,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import Phase
 from .graphs import all_tensors, sorted_nodes
-from .internals import (
-    FakeWork,
-    address_of,
-    current_node,
-    next_sequence_number,
-    without_modes,
-)
+from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
 from .routing import Routing
 from .tape import WIDTHS, Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
@@ -147,7 +141,7 @@ class StepTrace:
         self.owners: list[str | None] = []
         self.again: list[int] = []
         self.graphs: list[dict[str, int]] = []
-        self._paths: list[str] = []
+        self._paths: list[str | None] = []
         self._path_changes: tuple[list[int], list[str | None]] = [], []
         """Sequence numbers of autograd's next node, and the module that runs from there on."""
         self._names: dict[int, str] = {}
@@ -189,9 +183,7 @@ class StepTrace:
         for name, tensor in named:
             self.note(category, [tensor], path_of(name.rpartition(".")[0]))
 
-    def note(
-        self, category: Category, tensors: Iterable[Tensor], owner: str | None = None
-    ) -> None:
+    def note(self, category: Category, tensors: Iterable[Tensor], owner: str | None = None) -> None:
         """Say what these tensors are for, and which module has them if `owner` is its path."""
         for tensor in tensors:
             part = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
@@ -219,9 +211,9 @@ class StepTrace:
     # modules
 
     def enter(self, module: Any, _: Any) -> None:
-        if not self._paths and id(module) not in self._names:
+        if not self._paths and id(module) not in self._names and has_parameters(module):
             self._names = {id(part): path_of(name) for name, part in module.named_modules()}
-        self._paths.append(self._names.get(id(module), self._module or ""))
+        self._paths.append(self._names.get(id(module), self._module))
         self._note_path()
 
     def leave(self, _: Any, __: Any, out: Any) -> None:
@@ -238,7 +230,9 @@ class StepTrace:
 
     def _path(self) -> str | None:
         """The module that runs; in backward, the one whose forward made the node that runs."""
-        node = current_node() if self.phase is Phase.BACKWARD and not self._paths else None
+        node = None
+        if self.phase is Phase.BACKWARD and self._module is None:
+            node = current_node()
         return self._module if node is None else self._path_of(node)
 
     def _path_of(self, node: Any) -> str | None:
@@ -338,7 +332,7 @@ class StepTrace:
             return Category.BUFFERS
         if self.phase is Phase.OPTIMIZER:
             return Category.OPTIMIZER_WORKSPACE
-        if self._paths:
+        if self._module is not None:
             return Category.ACTIVATIONS
         return Category.LOSS if self.phase is Phase.FORWARD else Category.TEMPORARIES
 
@@ -432,8 +426,8 @@ class StepTrace:
     def _label(self, name: str) -> str:
         """What a tensor is called: the operator that makes it, and its module or autograd node."""
         word = name.strip("_")
-        if self._paths:
-            return f"{word} in {self._paths[-1]}"
+        if self._module is not None:
+            return f"{word} in {self._module}"
         node = current_node() if self.phase is Phase.BACKWARD else None
         return word if node is None else f"{word} of {node.name()}"
 
@@ -554,6 +548,11 @@ class StepTrace:
         if (thread, label) not in self._workspaces:
             self._workspaces.add((thread, label))
             self.add(Category.LIBRARY_WORKSPACE, label, 0, 1, str(size_bytes))
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module that a step calls is a model, and not a loss."""
+    return next(module.parameters(), None) is not None
 
 
 def _count_axes(shape: str) -> int:

@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizers
 from ..config import Phase
 from ..costs.internals import current_node
 from ..costs.tape import Category, Tape, TraceError
-from ..costs.trace import StepTrace
+from ..costs.trace import StepTrace, has_parameters
 
 STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
@@ -41,7 +41,7 @@ def own_steps(step: Callable[[], object], trace: StepTrace) -> tuple[Tape, list[
 
 def as_if_available() -> AbstractContextManager[object]:
     """While open, code that asks whether there is a GPU is told so."""
-    return mock.patch.object(torch.cuda, "is_available", lambda: True)
+    return mock.patch.object(torch.cuda, "is_available", return_value=True)
 
 
 class _Phases:
@@ -84,7 +84,7 @@ class _Phases:
         """Begin a forward pass, if a model is called from outside; checkpoints call from within
         backward.
         """
-        if current_node() is not None or self._trace.depth > 1:
+        if not self._is_model(module, depth=1):
             return
         self._trace.begin(Phase.FORWARD)
         if not any(module is model for model in self.models):
@@ -92,10 +92,15 @@ class _Phases:
             self._trace.note_named(Category.PARAMETERS, module.named_parameters())
             self._trace.note_named(Category.BUFFERS, module.named_buffers())
 
-    def _leave(self, *_: object) -> None:
+    def _leave(self, module: nn.Module, *_: object) -> None:
         """End the pass of a model: what follows is another part of forward."""
-        if current_node() is None and self._trace.depth == 0:
+        if self._is_model(module, depth=0):
             self._trace.begin(Phase.FORWARD)
+
+    def _is_model(self, module: nn.Module, depth: int) -> bool:
+        """Whether a module is a model that the step itself calls."""
+        is_outermost = current_node() is None and self._trace.depth == depth
+        return is_outermost and has_parameters(module)
 
     def _update(self, *_: object) -> None:
         """Begin the update of an optimizer."""

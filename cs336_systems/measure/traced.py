@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -473,7 +474,10 @@ if __name__ == "__main__":
     questions = Connection(int(sys.argv[1]))
     # a process that the user's code starts would keep it open
     os.set_inheritable(questions.fileno(), False)
+    is_forking = FORKING in sys.argv[2:]
+    if is_forking:
+        import_module("torch._dynamo")  # by which most meta kernels go; once for all copies
     with suppress(EOFError, BrokenPipeError):  # the process that asks has ended
         while True:
             asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)
-            _answer(questions, asked, forks=FORKING in sys.argv[2:])
+            _answer(questions, asked, forks=is_forking)

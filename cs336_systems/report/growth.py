@@ -10,13 +10,14 @@ from .column import Column
 from .section import Table, make_table
 from .words import GIB, count, significant
 
+WORKSPACE = "workspace in 1-byte elements"
 QUANTITIES = {
     "kept_nodes": "keeps {} nodes of autograd more from step to step",
     "kept_bytes": "keeps {} more from step to step",
     "saved_bytes": "saves {} more",
     "held_bytes": "holds {} more between steps",
-    "flops": "computes {} FLOPs more",
     "recomputed_flops": "computes {} FLOPs more a second time",
+    "flops": "computes {} FLOPs more",
     "operations": "dispatches {} operations more",
     "made_bytes": "allocates {} more",
     "peak_bytes": "has {} more at the peak",
@@ -24,7 +25,11 @@ QUANTITIES = {
 """What is said of a module that has grown in a quantity; the first that has grown is the headline,
 as those after it follow from it.
 """
-MOST = 0.6
+NOISE = dict.fromkeys(QUANTITIES, 0.001) | {"kept_nodes": 0.0, "kept_bytes": 0.0}
+"""Growth of a quantity that is no news: the peak falls on other tensors when a name lives for a
+line longer, and an optimizer counts its steps in 4 bytes for each parameter.
+"""
+MOST = 0.75
 """Share of its growth from which on a part of a module is named in place of the module."""
 
 
@@ -53,13 +58,14 @@ def growths(before: Costs, now: Costs) -> list[Growth]:
     grown = []
     for quantity in QUANTITIES:
         old, new = before.get(quantity, {}), now.get(quantity, {})
-        totals = sum(old.values()), sum(new.values())
-        if totals[1] <= totals[0]:
+        totals = total(old), total(new)
+        if totals[1] <= totals[0] * (1 + NOISE[quantity]):
             continue
         more = Counter[str](new)
         for part, amount in old.items():
             module = module_of(part)
             more[renamed.get(module, module) + part[len(module) :]] -= amount
+        more = Counter({part: more[part] for part in more if not part.endswith(WORKSPACE)})
         module = _innermost(more)
         growth = Growth(
             quantity=quantity,
@@ -70,6 +76,11 @@ def growths(before: Costs, now: Costs) -> list[Growth]:
         )
         grown.append(growth)
     return grown
+
+
+def total(parts: Mapping[str, int]) -> int:
+    """The sum of all parts but workspaces of libraries, which are as large for any step."""
+    return sum(amount for part, amount in parts.items() if not part.endswith(WORKSPACE))
 
 
 def _renamed(before: Costs, now: Costs) -> dict[str, str]:
@@ -92,17 +103,19 @@ def _innermost(more: Mapping[str, int]) -> str:
     grown = Counter[str]()
     for part, amount in more.items():
         grown[module_of(part)] += amount
-    path, names = "", {module: _names(module) for module in grown}
-    depth, total = 0, sum(grown.values())
+    path: list[str] = []
     while True:
-        parts = Counter[str]()
+        depth = len(path)
+        parts = Counter[tuple[str, ...]]()
         for module, amount in grown.items():
-            if len(names[module]) > depth and ".".join(names[module][:depth]) == path:
-                parts[".".join(names[module][: depth + 1])] += amount
-        (inner, amount), *_ = [*parts.most_common(1), ("", 0)]
-        if amount < MOST * total or not amount:
-            return path
-        path, depth = inner, depth + 1
+            names = _names(module)
+            if names[:depth] == path:
+                parts[tuple(names[: depth + 1])] += amount
+        (inner, amount), *_ = [*parts.most_common(1), ((), 0)]
+        # what the module itself has, beside its parts, has its name too
+        if amount <= 0 or amount < MOST * sum((+parts).values()) or len(inner) == depth:
+            return ".".join(path)
+        path = [*inner]
 
 
 def _names(module: str) -> list[str]:
@@ -118,9 +131,9 @@ def _cause(more: Mapping[str, int], module: str) -> str:
         if inner == module or inner.startswith(f"{module}.") or not module:
             parts[part[len(inner) + 2 :]] += amount
     (what, amount), *_ = [*parts.most_common(1), ("", 0)]
-    operator = what.partition(" of ")[0]
+    operator = what.partition(" in ")[0]
     for other, gone in parts.items():
-        if other != what and other.partition(" of ")[0] == operator and gone < 0:
+        if other != what and other.partition(" in ")[0] == operator and gone < 0:
             return f"{what}, was {other.removeprefix(operator).strip()}"
     return what if amount > 0 else ""
 
