@@ -42,10 +42,11 @@ def cs336_step(pytestconfig: pytest.Config) -> Iterator[Callable[..., Any]]:
     """Make a step of `package.module:factory`, which makes a model or is a step itself, to be
     traced; settings are named as those of `cs336 account`, with underscores.
     """
+    from .costs.step_costs import read_costs
     from .costs.traces import traced_elsewhere
     from .tested_step import TestedStep, config_of
 
-    kept = _kept(pytestconfig)
+    kept = read_costs(_path(pytestconfig))
 
     def make(model: str, **settings: Any) -> TestedStep:  # noqa: ANN401
         name = " ".join([model, *(f"{name}={settings[name]}" for name in sorted(settings))])
@@ -65,13 +66,6 @@ def _path(config: pytest.Config) -> Path:
     return Path(config.rootpath, FILE_NAME)
 
 
-def _kept(config: pytest.Config) -> dict[str, Any]:
-    """What was kept; nothing if there is no file."""
-    from .costs.step_costs import read_costs
-
-    return read_costs(_path(config))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:  # noqa: ANN401, ARG001
     """Take over the steps of a process of pytest-xdist that ends."""
@@ -87,12 +81,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if not steps:
         return
-    from .costs.step_costs import write_costs
+    from .costs.step_costs import read_costs, write_costs
     from .files import write_atomically
     from .report.formats import to_markdown
     from .report.growth import costs_table
 
-    kept = _kept(config)
+    kept = read_costs(_path(config)).steps
     if table := config.getoption("--cs336-table"):
         write_atomically(Path(table), to_markdown(costs_table(kept, steps)).encode())
     if config.getoption("--cs336-update"):

@@ -20,9 +20,10 @@ from .commands.machine import first_gpu
 from .config import Device, ModelConfig, Phase, RunConfig
 from .costs.hardware import devices_called
 from .costs.memory import predict_memory
-from .costs.step_costs import Costs, has_uncounted_flops, step_costs
-from .costs.traces import has_tape, prepare, tape_of, why_untraced
-from .record import RunRecord
+from .costs.step_costs import Costs, KeptCosts, has_uncounted_flops, step_costs
+from .costs.traces import is_at_hand, tape_of, trace_missing, why_untraced
+from .record import RunRecord, Status
+from .torch_needed import torch_version
 
 GIB = 2**30
 PROCESSES = 5
@@ -59,8 +60,7 @@ class TestedStep:
 
     name: str
     config: RunConfig
-    kept: Mapping[str, Costs]
-    """Costs of steps that were kept, by name."""
+    kept: KeptCosts
     seen: MutableMapping[str, Costs]
     """Costs of the steps of these tests, by name."""
     updates: bool = False
@@ -69,8 +69,8 @@ class TestedStep:
     @cached_property
     def costs(self) -> Costs:
         """What the step costs; raise ValueError with the reason if it cannot be traced."""
-        prepare([self.config])
-        if not has_tape(self.config):
+        trace_missing([self.config])
+        if not is_at_hand(self.config):
             raise ValueError(f"cs336_step: {self.name}: {why_untraced(self.config)}")
         costs = self.seen[self.name] = step_costs(tape_of(self.config))
         return costs
@@ -87,7 +87,8 @@ class TestedStep:
             device_meant(device_name)  # raises the error that names those that are meant
         self._total("peak_bytes")  # which traces the step
         prediction = predict_memory(self.config)
-        assert prediction is not None
+        if prediction is None:
+            raise ValueError(f"cs336_step: {self.name}: its memory is not predicted")
         return prediction.peak.allocated_bytes / GIB
 
     @property
@@ -177,18 +178,18 @@ class TestedStep:
         costs = self.costs
         if self.updates:
             return
-        if self.name not in self.kept:
+        before = self.kept.steps.get(self.name)
+        if before is None:
             raise GrownError(
                 f"nothing is kept of {self.name}: run pytest --cs336-update once, and commit the "
                 "file that it writes"
             )
-        grown = growths(self.kept[self.name], costs)
-        if grown:
-            lines = "\n  ".join(map(str, grown))
-            raise GrownError(
-                f"{self.name} costs more than it did:\n  {lines}\n"
-                "if it has to, run pytest --cs336-update and commit the file"
-            )
+        lines = [f"  {growth}" for growth in growths(before, costs)]
+        if lines:
+            if (version := torch_version()) != self.kept.torch:
+                lines.append(f"  what is kept is of torch {self.kept.torch}, and this is {version}")
+            lines.append("if it has to, run pytest --cs336-update and commit the file")
+            raise GrownError("\n".join([f"{self.name} costs more than it did:", *lines]))
 
     def check_time(self, than: str, **settings: Any) -> Comparison | None:  # noqa: ANN401
         """Raise OverBudgetError if the step is slower than that of another factory, such as the
@@ -236,5 +237,8 @@ def _measured(configs: list[RunConfig]) -> list[list[RunRecord]]:
         records = run_sweep(runs, directory, status).records
     of_sides: list[list[RunRecord]] = [[] for _ in configs]
     for record in sorted(records, key=lambda record: record.subject.repeat):
+        if record.status is not Status.OK:
+            why = record.failure.message if record.failure else record.status
+            raise ValueError(f"cs336_step: {record.subject.label} was not measured: {why}")
         of_sides[record.subject.repeat % sides].append(record)
     return of_sides

@@ -54,6 +54,8 @@ LONG = (
     "test_worker_faults",
     "test_fast",
     "test_ways",
+    "test_step_costs",
+    "test_pytest_plugin",
 )
 """Files with few tests that take ten seconds and more."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from cs336.analysis.limits import OverBudgetError
 from cs336.config import RunConfig
+from cs336.costs.step_costs import KeptCosts, read_costs
 from cs336.record import RunRecord
 from cs336.tested_step import TestedStep, config_of
 
@@ -108,16 +109,27 @@ def test_collecting_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_what_grows_is_told_with_its_module(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(STEP)
     (tmp_path / "test_mine.py").write_text(TESTS)
-    first = run(tmp_path, "--cs336-update", "-n", "2")
+    first = run(tmp_path, "--cs336-update")
     assert first.returncode == 0, first.stdout + first.stderr
-    kept = (tmp_path / "cs336_steps.json").read_text()
-    assert '"mine:make batch_size=16"' in kept and '"mine:make batch_size=32"' in kept
+    kept = read_costs(tmp_path / "cs336_steps.json").steps
+    assert {"mine:make batch_size=16", "mine:make batch_size=32"} <= kept.keys()
     (tmp_path / "mine.py").write_text(STEP.replace("layer(x))", "layer(x.clone()))"))
     second = run(tmp_path, "--cs336-table", "table.md", "-k", "16")
     assert second.returncode == 1, second.stdout + second.stderr
     assert "3 operations more" in second.stdout, second.stdout
     table = (tmp_path / "table.md").read_text()
-    assert "operations" in table and "batch\\_size=16" in table
+    assert "operations" in table
+    assert "batch\\_size=16" in table
+
+
+@pytest.mark.long
+def test_processes_of_xdist_keep_their_steps_together(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(STEP)
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    done = run(tmp_path, "--cs336-update", "-n", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = read_costs(tmp_path / "cs336_steps.json").steps
+    assert {"mine:make batch_size=16", "mine:make batch_size=32"} <= kept.keys()
 
 
 def step_of(times_ms: list[float], monkeypatch: pytest.MonkeyPatch) -> TestedStep:
@@ -136,7 +148,7 @@ def step_of(times_ms: list[float], monkeypatch: pytest.MonkeyPatch) -> TestedSte
     monkeypatch.setattr("cs336.tested_step.first_gpu", lambda: "a GPU")
     monkeypatch.setattr("cs336.tested_step._measured", measured)
     config = config_of("tests.own_models:bigram", {})
-    return TestedStep(name="step", config=config, kept={}, seen={})
+    return TestedStep(name="step", config=config, kept=KeptCosts(), seen={})
 
 
 def test_a_limit_on_time_is_told_by_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +168,6 @@ def test_only_a_step_that_is_surely_slower_fails(monkeypatch: pytest.MonkeyPatch
         compared = step_of(times_ms, monkeypatch).check_time(other)
         assert compared is not None
     monkeypatch.setattr("cs336.tested_step.first_gpu", lambda: None)
-    step = TestedStep(name="step", config=config_of(other, {}), kept={}, seen={})
+    step = TestedStep(name="step", config=config_of(other, {}), kept=KeptCosts(), seen={})
     assert step.check_time(other) is None
     assert [verdict.is_kept for verdict in step.budget(step_ms=1e-6)] == [None]

@@ -10,6 +10,7 @@ import msgspec
 
 from ..config import Phase
 from ..files import FileError, encode_json, read_json, write_atomically
+from ..torch_needed import torch_version
 from .memory import allocated_levels, rounded_bytes
 from .tape import Category, Tape, phases_of
 from .time import flops_of
@@ -168,28 +169,30 @@ class CostsError(FileError):
     """A file of kept costs that cannot be read."""
 
 
-class _Kept(msgspec.Struct, kw_only=True):
+class KeptCosts(msgspec.Struct, kw_only=True):
     """The content of a file of kept costs."""
 
-    format_version: int
-    steps: dict[str, Costs]
+    format_version: int = FORMAT_VERSION
+    torch: str | None = None
+    """Version of PyTorch that dispatched the operations."""
+    steps: dict[str, Costs] = {}
+    """By the names of steps."""
 
 
-def read_costs(path: Path) -> dict[str, Costs]:
-    """Costs of steps by name, as `write_costs` wrote them; none if there is no file. Raise
-    CostsError for a file that is damaged.
+def read_costs(path: Path) -> KeptCosts:
+    """What `write_costs` wrote; nothing if there is no file. Raise CostsError for a file that is
+    damaged.
     """
     if not path.exists():
-        return {}
-    return read_json(
-        path, _Kept, "costs of training steps", version=FORMAT_VERSION, error=CostsError
-    ).steps
+        return KeptCosts()
+    what = "costs of training steps"
+    return read_json(path, KeptCosts, what, version=FORMAT_VERSION, error=CostsError)
 
 
 def write_costs(path: Path, steps: Mapping[str, Costs]) -> None:
     """Keep the costs of steps by name."""
     ordered = {name: steps[name] for name in sorted(steps)}
-    write_atomically(path, encode_json(_Kept(format_version=FORMAT_VERSION, steps=ordered)))
+    write_atomically(path, encode_json(KeptCosts(torch=torch_version(), steps=ordered)))
 
 
 def has_uncounted_flops(costs: Costs) -> bool:
