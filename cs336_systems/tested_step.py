@@ -2,7 +2,7 @@
 limits and beside what it cost before; on a GPU also how long it takes.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from statistics import fmean
@@ -26,6 +26,7 @@ from .record import RunRecord, Status
 from .torch_needed import torch_version
 
 GIB = 2**30
+LIMITED = ("peak_gib", "saved_gib", "flops", "operations")
 PROCESSES = 5
 """Fresh processes of a side whose times are compared."""
 
@@ -97,16 +98,6 @@ class TestedStep:
         return self._total("saved_bytes") / GIB
 
     @property
-    def made_gib(self) -> float:
-        """All that the operations of a step allocate, one after the other."""
-        return self._total("made_bytes") / GIB
-
-    @property
-    def held_gib(self) -> float:
-        """What is there between steps: parameters, the optimizer's state, buffers, workspaces."""
-        return self._total("held_bytes") / GIB
-
-    @property
     def kept_gib(self) -> float:
         """How much more there is after each step; 0 for one that keeps nothing."""
         return self._total("kept_bytes") / GIB
@@ -137,35 +128,24 @@ class TestedStep:
         """Operations that the host dispatches to the GPU, views left out."""
         return self._total("operations")
 
-    def budget(
-        self,
-        *,
-        step_ms: float | None = None,
-        peak_gib: float | None = None,
-        saved_gib: float | None = None,
-        flops: float | None = None,
-        operations: float | None = None,
-    ) -> list[LimitVerdict]:
-        """Raise OverBudgetError if the step takes more than these limits; return the verdicts.
+    def budget(self, **limits: float) -> list[LimitVerdict]:
+        """Raise OverBudgetError if the step takes more than these limits of `step_ms`, `peak_gib`,
+        `saved_gib`, `flops` and `operations`; return the verdicts.
 
         The time is that of fresh processes on this machine's GPU; without one, and where the limit
         lies within the interval of their mean, it cannot be told, which is no failure.
         """
-        limits = Limits(
-            step_ms=step_ms,
-            peak_gib=peak_gib,
-            saved_gib=saved_gib,
-            flops=flops,
-            operations=operations,
-        )
-        measure: dict[str, Callable[[], Interval | None]] = {
-            "step_ms": self._step_ms,
-            "peak_gib": lambda: exactly(self.peak_gib()),
-            "saved_gib": lambda: exactly(self.saved_gib),
-            "flops": lambda: exactly(self.flops),
-            "operations": lambda: exactly(self.operations),
-        }
-        told = limits.verdicts({name: measure[name]() for name in limits.given()})
+        seen: dict[str, Interval | None] = {}
+        for name in limits:
+            if name == "step_ms":
+                seen[name] = self._step_ms()
+            elif name in LIMITED:
+                value = self.peak_gib() if name == "peak_gib" else getattr(self, name)
+                seen[name] = exactly(value)
+            else:
+                known = ", ".join(["step_ms", *LIMITED])
+                raise ValueError(f"budget: {name!r} is no limit of a step; needed one of {known}")
+        told = Limits(**limits).verdicts(seen)
         check(told)
         return told
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..costs.step_costs import Costs, module_of
-from ..costs.tape import REPEATED
 from .column import Column
 from .section import Table, make_table
 from .words import GIB, count, significant
@@ -31,6 +30,15 @@ line longer, and an optimizer counts its steps in 4 bytes for each parameter.
 """
 MOST = 0.75
 """Share of its growth from which on a part of a module is named in place of the module."""
+
+
+COLUMNS = [
+    Column("step", key="step", numeric=False, write=str),
+    Column("quantity", key="quantity", numeric=False, write=str),
+    Column("was", key="before", write=str),
+    Column("is", key="now", write=str),
+    Column("change", key="change", write="{:+.1%}".format),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +95,11 @@ def _renamed(before: Costs, now: Costs) -> dict[str, str]:
     """New names of modules: those of which only one side has the name are taken for each other, in
     the order in which they run, if they are as many.
     """
-    old, new = (_modules(costs) for costs in (before, now))
+    # dictionaries keep the order in which modules dispatch operations
+    old, new = (dict.fromkeys(map(module_of, costs["operations"])) for costs in (before, now))
     gone = [module for module in old if module not in new]
     come = [module for module in new if module not in old]
     return dict(zip(gone, come, strict=True)) if len(gone) == len(come) else {}
-
-
-def _modules(costs: Costs) -> dict[str, None]:
-    """The modules in the order in which they dispatch operations."""
-    return dict.fromkeys(map(module_of, costs["operations"]))
 
 
 def _innermost(more: Mapping[str, int]) -> str:
@@ -108,7 +112,7 @@ def _innermost(more: Mapping[str, int]) -> str:
         depth = len(path)
         parts = Counter[tuple[str, ...]]()
         for module, amount in grown.items():
-            names = _names(module)
+            names = module.split(".")
             if names[:depth] == path:
                 parts[tuple(names[: depth + 1])] += amount
         (inner, amount), *_ = [*parts.most_common(1), ((), 0)]
@@ -116,11 +120,6 @@ def _innermost(more: Mapping[str, int]) -> str:
         if amount <= 0 or amount < MOST * sum((+parts).values()) or len(inner) == depth:
             return ".".join(path)
         path = [*inner]
-
-
-def _names(module: str) -> list[str]:
-    """The names in the path of a module; a list and the number in it are one."""
-    return [name.replace("*", REPEATED) for name in module.replace(REPEATED, "*").split(".")]
 
 
 def _cause(more: Mapping[str, int], module: str) -> str:
@@ -149,37 +148,22 @@ def _written(quantity: str, value: float) -> str:
 
 
 def costs_table(before: Mapping[str, Costs], now: Mapping[str, Costs]) -> Table:
-    """The costs of steps beside those that were kept; a step without these has a row of its own
-    costs.
-    """
-    rows = []
+    """The costs of steps beside those that were kept, if any were."""
+    rows, notes = [], []
     for name, costs in now.items():
-        old = before.get(name)
+        kept = before.get(name)
         for quantity in reversed(QUANTITIES):
-            value = sum(costs[quantity].values())
-            earlier = None if old is None else sum(old.get(quantity, {}).values())
+            value = total(costs[quantity])
+            earlier = None if kept is None else total(kept.get(quantity, {}))
+            row = {
+                "step": name,
+                "quantity": quantity.removesuffix("_bytes").replace("_", " "),
+                "before": None if earlier is None else _written(quantity, earlier),
+                "now": _written(quantity, value),
+                "change": value / earlier - 1 if earlier else None,
+            }
             if value or earlier:
-                rows.append(_row(name, quantity, earlier, value))
-    columns = [
-        Column("step", key="step", numeric=False, write=str),
-        Column("quantity", key="quantity", numeric=False, write=str),
-        Column("was", key="before", write=str),
-        Column("is", key="now", write=str),
-        Column("change", key="change", write="{:+.1%}".format),
-    ]
-    notes = []
-    for name, costs in now.items():
-        if name in before:
-            notes += [f"{name}: {growth}." for growth in growths(before[name], costs)[:1]]
-    return make_table("Costs of steps", columns, rows, notes)
-
-
-def _row(name: str, quantity: str, earlier: int | None, value: int) -> dict[str, object]:
-    """The row of one quantity of a step."""
-    return {
-        "step": name,
-        "quantity": quantity.removesuffix("_bytes").replace("_", " "),
-        "before": None if earlier is None else _written(quantity, earlier),
-        "now": _written(quantity, value),
-        "change": value / earlier - 1 if earlier else None,
-    }
+                rows.append(row)
+        if kept is not None:
+            notes += [f"{name}: {growth}." for growth in growths(kept, costs)[:1]]
+    return make_table("Costs of steps", COLUMNS, rows, notes)

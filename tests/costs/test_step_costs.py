@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336.commands.configure import make_config
 from cs336.config import Device
+from cs336.costs import traces
 from cs336.costs.step_costs import Costs, module_of, read_costs, step_costs, write_costs
+from cs336.costs.tape import Tape
 from cs336.measure.traced import traced
 from cs336.report.growth import Growth, costs_table, growths
 
@@ -35,8 +37,8 @@ def module_from(text: str) -> ModuleType:
     return module
 
 
-def costs_of(text: str) -> Costs:
-    """The costs of the step that the source makes."""
+def tape_of(text: str) -> Tape:
+    """The tape of the step that the source makes."""
     module = module_from(text)
     name = module.__name__
     sys.modules[name] = module
@@ -45,7 +47,11 @@ def costs_of(text: str) -> Costs:
     finally:
         del sys.modules[name]
     assert tape.steps, tape.failure
-    return step_costs(tape)
+    return tape
+
+
+def costs_of(text: str) -> Costs:
+    return step_costs(tape_of(text))
 
 
 @cache
@@ -123,6 +129,14 @@ def test_checkpoints_run_the_matmuls_of_blocks_again() -> None:
     assert again["layers.*.ffn.down: matmul"] == 4 * products
     assert "head: matmul" not in again
     assert not base_costs("lm")["recomputed_flops"]
+
+
+def test_a_step_that_keeps_tensors_is_not_repeated() -> None:
+    """A tape as it is decoded has a third step only if that can be told from the second."""
+    program = PROGRAMS["conv"]
+    for lines, number in (({}, 3), (REGRESSIONS["features kept by the model"].lines, 2)):
+        tape = tape_of(program.text(**lines))
+        assert len(traces._decoded(traces.encoded(tape)).steps) == number
 
 
 def test_costs_are_kept_and_shown(tmp_path) -> None:
