@@ -20,10 +20,8 @@ STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
 
 
-def own_steps(step: Callable[[], object], trace: StepTrace) -> tuple[Tape, list[nn.Module]]:
-    """The tape of the first calls of a step, and the models that it calls; raise TraceError for one
-    that leaves the GPU alone.
-    """
+def own_steps(step: Callable[[], object], trace: StepTrace) -> Tape:
+    """The tape of the first calls of a step; raise TraceError for one that leaves the GPU alone."""
     watched = _Phases(trace)
     with watched.told(), as_if_available():
         for _ in range(STEPS):
@@ -36,7 +34,7 @@ def own_steps(step: Callable[[], object], trace: StepTrace) -> tuple[Tape, list[
     del result
     if not any(event >= 0 for event in tape.events[tape.steps[-1][0][1] :]):
         raise TraceError("the step makes no tensor on a GPU: let it name the device cuda")
-    return tape, watched.models
+    return tape
 
 
 def as_if_available() -> AbstractContextManager[object]:

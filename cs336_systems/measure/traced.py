@@ -26,7 +26,7 @@ from ..costs.traces import FORKING, Asked, encoded
 from ..costs.tracing import tracing
 from ..model.blocks import keep_kinds
 from ..model.trainable import make_model, make_of_user
-from ..model.user_code import is_our_message, load_factory, told
+from ..model.user_code import checked_module, is_our_message, load_factory, told
 from .clock import StepTimes
 from .own_step import as_if_available, note_gradients, note_state, own_steps
 from .step import TrainingStep
@@ -49,7 +49,8 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank until the steady state.
 
     If the step of a user's own model needs data, the tape has the reason and the parameters; if the
-    model cannot be used, the reason alone.
+    model cannot be used, the reason alone. That of a step which the user wrote as a function has no
+    parameters.
     """
     factory = config.model_factory
     parameters: list[tuple[list[str], list[str]]] = []
@@ -71,9 +72,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
                 tape.blocks = kinds
             else:
                 with patches(trace):
-                    tape, models = own_steps(made, trace)
-                for model in models:
-                    parameters += _parameters(model, trace)
+                    tape = own_steps(made, trace)
             if factory is not None:
                 tape.places, tape.owners = trace.places, trace.owners
                 tape.again, tape.graphs = trace.again, trace.graphs
@@ -91,7 +90,9 @@ def _made(config: RunConfig) -> nn.Module | Callable[[], object]:
         return make_model(config)
     with as_if_available():
         made = make_of_user(config, config.model_factory)
-    return made.to(config.device.value) if isinstance(made, nn.Module) else made
+    if isinstance(made, nn.Module) or config.blocks:
+        return checked_module(made).to(config.device.value)
+    return made
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
