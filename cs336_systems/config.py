@@ -192,10 +192,6 @@ class RunConfig:
                     "overwrite the gradients of the micro-batch before",
                 ),
                 Rule(
-                    lambda run: not run.fp8,
-                    "{flag} cannot be combined with --fp8, whose scales are those of one batch",
-                ),
-                Rule(
                     lambda run: not (run.cast_once and run.parallel.shards_parameters),
                     "{flag} cannot be combined with --cast-once and --parallel "
                     "{config.parallel} together yet: leave out one of them",
