@@ -53,6 +53,7 @@ def cs336_step(pytestconfig: pytest.Config) -> Iterator[Callable[..., Any]]:
         return TestedStep(
             name=name,
             config=config_of(model, settings),
+            given=settings.keys(),
             kept=kept,
             seen=pytestconfig.stash[STEPS],
             updates=pytestconfig.getoption("--cs336-update"),

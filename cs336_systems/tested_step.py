@@ -2,7 +2,7 @@
 limits and beside what it cost before; on a GPU also how long it takes.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from statistics import fmean
@@ -21,7 +21,8 @@ from .config import Device, ModelConfig, Phase, RunConfig
 from .costs.hardware import devices_called
 from .costs.memory import predict_memory
 from .costs.step_costs import Costs, KeptCosts, has_uncounted_flops, step_costs
-from .costs.traces import is_at_hand, tape_of, trace_missing, why_untraced
+from .costs.traces import is_at_hand, own_parameters, tape_of, trace_missing, why_untraced
+from .measure.inputs import parameters_of
 from .record import RunRecord, Status
 from .torch_needed import torch_version
 
@@ -61,6 +62,8 @@ class TestedStep:
 
     name: str
     config: RunConfig
+    given: Collection[str] = ()
+    """Names of the settings that the test gives."""
     kept: KeptCosts
     seen: MutableMapping[str, Costs]
     """Costs of the steps of these tests, by name."""
@@ -73,8 +76,22 @@ class TestedStep:
         trace_missing([self.config])
         if not is_at_hand(self.config):
             raise ValueError(f"cs336_step: {self.name}: {why_untraced(self.config)}")
+        if not own_parameters(self.config):
+            self._check_given()
         costs = self.seen[self.name] = step_costs(tape_of(self.config))
         return costs
+
+    def _check_given(self) -> None:
+        """Raise ValueError for a setting that a step which is a function does not take: the others
+        are decided by its code.
+        """
+        taken = parameters_of(self.config.model_factory or "")
+        ignored = [] if taken is None else sorted({*self.given} - taken)
+        if ignored:
+            raise ValueError(
+                f"cs336_step: {self.name}: {', '.join(ignored)} would do nothing, as the factory "
+                "makes a step and does not take it; leave it out"
+            )
 
     def _total(self, quantity: str) -> int:
         return sum(self.costs[quantity].values())

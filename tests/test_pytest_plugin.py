@@ -74,6 +74,8 @@ def test_what_is_unknown(cs336_step):
         cs336_step("mine:make", no_such=3)
     with pytest.raises(ValueError, match="precision"):
         cs336_step("mine:make", precision="bf17")
+    with pytest.raises(ValueError, match="precision would do nothing"):
+        cs336_step("mine:make", batch_size=16, precision="bf16").check()
     with pytest.raises(ValueError, match="no_gpu"):
         cs336_step("mine:make", batch_size=16).peak_gib("no_gpu")
 """
