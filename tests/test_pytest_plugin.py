@@ -1,11 +1,13 @@
 """The plugin in processes of pytest as a user starts them: what it loads, keeps and says."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cs336.analysis.limits import OverBudgetError
 from cs336.config import RunConfig
@@ -51,6 +53,7 @@ TESTS = """
 import sys
 
 import pytest
+import yaml
 
 from cs336.analysis.limits import OverBudgetError
 
@@ -173,3 +176,30 @@ def test_only_a_step_that_is_surely_slower_fails(monkeypatch: pytest.MonkeyPatch
     step = TestedStep(name="step", config=config_of(other, {}), kept=KeptCosts(), seen={})
     assert step.check_time(other) is None
     assert [verdict.is_kept for verdict in step.budget(step_ms=1e-6)] == [None]
+
+
+GH = """#!/bin/bash
+echo "$@" >> calls
+case "$*" in *--jq*) cat earlier;; esac
+"""
+
+
+@pytest.mark.parametrize("earlier", ["", "17\n18\n"])
+def test_the_action_keeps_one_comment(earlier: str, tmp_path: Path) -> None:
+    action = yaml.safe_load((ROOT / ".github/actions/step-costs/action.yml").read_text())
+    _, comment = action["runs"]["steps"]
+    gh = tmp_path / "gh"
+    gh.write_text(GH)
+    gh.chmod(0o755)
+    (tmp_path / "earlier").write_text(earlier)
+    (tmp_path / "table.md").write_text("| a table |\n")
+    names = {"TABLE": "table.md", "NUMBER": "5", "REPOSITORY": "o/r", "GITHUB_STEP_SUMMARY": "page"}
+    names["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["bash", "-eo", "pipefail", "-c", comment["run"]]
+    subprocess.run(command, cwd=tmp_path, env=names, check=True)
+    *_, last = (tmp_path / "calls").read_text().splitlines()
+    way, where = ("PATCH", "comments/17") if earlier else ("POST", "5/comments")
+    assert way in last
+    assert where in last
+    assert "| a table |" in (tmp_path / "table.md.comment").read_text()
+    assert (tmp_path / "page").read_text() == "| a table |\n"
