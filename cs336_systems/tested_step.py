@@ -152,6 +152,7 @@ class TestedStep:
         The time is that of fresh processes on this machine's GPU; without one, and where the limit
         lies within the interval of their mean, it cannot be told, which is no failure.
         """
+        __tracebackhide__ = True
         seen: dict[str, Interval | None] = {}
         for name in limits:
             if name == "step_ms":
@@ -172,6 +173,7 @@ class TestedStep:
         """
         from .report.growth import growths
 
+        __tracebackhide__ = True  # pytest then shows the line of the test
         costs = self.costs
         if self.updates:
             return

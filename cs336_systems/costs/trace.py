@@ -3,6 +3,7 @@
 launches, which become a Tape.
 """
 
+import gc
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -243,10 +244,16 @@ class StepTrace:
 
     def note_graphs(self) -> None:
         """Count the nodes of autograd from which something can still be reached, as a step ends."""
-        with without_modes():  # which would show them on a GPU
+        counts = self._nodes_left()
+        if self.graphs and counts.total() > sum(self.graphs[-1].values()):
+            gc.collect()  # nobody keeps what only cycles of references hold
+            counts = self._nodes_left()
+        self.graphs.append(dict(counts))
+
+    def _nodes_left(self) -> Counter[str]:
+        with without_modes():  # which would show meta tensors on a GPU
             nodes = sorted_nodes(tensor for tensor in all_tensors() if tensor.is_meta)
-        paths = Counter(map(self._path_of, nodes))
-        self.graphs.append({path or "": count for path, count in paths.items()})
+        return Counter(self._path_of(node) or "" for node in nodes)
 
     # tensors
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..costs.step_costs import Costs, module_of
 from .column import Column
 from .section import Table, make_table
-from .words import GIB, count, significant
+from .words import GIB, GIGA, MIB, TERA, count, significant
 
 WORKSPACE = "workspace in 1-byte elements"
 QUANTITIES = {
@@ -15,8 +15,8 @@ QUANTITIES = {
     "kept_bytes": "keeps {} more from step to step",
     "saved_bytes": "saves {} more",
     "held_bytes": "holds {} more between steps",
-    "recomputed_flops": "computes {} FLOPs more a second time",
-    "flops": "computes {} FLOPs more",
+    "recomputed_flops": "computes {} more a second time",
+    "flops": "computes {} more",
     "operations": "dispatches {} operations more",
     "made_bytes": "allocates {} more",
     "peak_bytes": "has {} more at the peak",
@@ -32,6 +32,10 @@ MOST = 0.75
 """Share of its growth from which on a part of a module is named in place of the module."""
 
 
+UNITS: dict[str, dict[str, float]] = {
+    "bytes": {"GiB": GIB, "MiB": MIB, "KiB": 2**10},
+    "flops": {"TFLOP": TERA, "GFLOP": GIGA, "MFLOP": 1e6},
+}
 COLUMNS = [
     Column("step", key="step", numeric=False, write=str),
     Column("quantity", key="quantity", numeric=False, write=str),
@@ -87,8 +91,10 @@ def growths(before: Costs, now: Costs) -> list[Growth]:
 
 
 def total(parts: Mapping[str, int]) -> int:
-    """The sum of all parts but workspaces of libraries, which are as large for any step."""
-    return sum(amount for part, amount in parts.items() if not part.endswith(WORKSPACE))
+    """The sum of all parts but workspaces of libraries, which are as large for any step; at least
+    0, as a step that frees what an earlier one left keeps nothing.
+    """
+    return max(0, sum(amount for part, amount in parts.items() if not part.endswith(WORKSPACE)))
 
 
 def _renamed(before: Costs, now: Costs) -> dict[str, str]:
@@ -139,12 +145,11 @@ def _cause(more: Mapping[str, int], module: str) -> str:
 
 def _written(quantity: str, value: float) -> str:
     """An amount of a quantity with its unit."""
-    if not quantity.endswith("_bytes"):
-        return count(value)
-    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+    *_, kind = quantity.split("_")
+    for unit, size in UNITS.get(kind, {}).items():
         if abs(value) >= size:
             return f"{significant(value / size, 3)} {unit}"
-    return f"{value:,} bytes"
+    return f"{count(value)} {kind}" if kind in UNITS else count(value)
 
 
 def costs_table(before: Mapping[str, Costs], now: Mapping[str, Costs]) -> Table:
