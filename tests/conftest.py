@@ -57,6 +57,8 @@ LONG = (
     "test_notebook",
     "test_other_systems",
     "test_ways",
+    "test_step_costs",
+    "test_pytest_plugin",
 )
 """Files with few tests that take ten seconds and more."""
 

@@ -247,7 +247,8 @@ def run(arguments: AccountArguments) -> int:
         prepare_forecasts([config.with_defaults("compile")], of_users=True)
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
-            raise UsageError(name + why_untraced(config).removeprefix(name))
+            why = why_untraced(config) or "needed a factory of a model, and this one makes a step"
+            raise UsageError(name + why.removeprefix(name))
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
     from ..report.sections.account import (
