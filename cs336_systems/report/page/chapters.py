@@ -28,6 +28,7 @@ from .blocks import (
     PictureBlock,
     Prose,
     TableBlock,
+    bars_of,
 )
 from .directory import SUBJECTS, Directory
 from .glance import glance_at
@@ -158,7 +159,7 @@ def _blocks(
     """
     for picture in (picture for section in sections for picture in section.pictures):
         if isinstance(picture, Chart):
-            yield Bars.of(picture)
+            yield from bars_of(picture)
         else:
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))
     prefix = "memory-" if title == MEMORY else ""

@@ -77,8 +77,8 @@ def _phase_bars(profile: StepProfile) -> Iterator[Bar]:
         parts: dict[str, float] = {}
         for times in profile.phases:
             parts[times.phase] = sum(kind.of(times.wall_s)) / len(kind.steps) * 1e3
-        words = f"{significant(sum(parts.values()), 3)} ms"
-        yield Bar(name=kind.name, parts=parts, words=words)
+        time = f"{significant(sum(parts.values()), 3)} ms"
+        yield Bar(name=kind.name, parts=parts, figures=(time,))
 
 
 def _tiles(entry: Explained) -> Iterator[Tile]:

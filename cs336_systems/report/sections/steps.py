@@ -299,15 +299,14 @@ def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
 def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
     """A bar for each result: its phases, and the rest of the step if noticeable.
 
-    Its words are the time of the step with the deviation and, on a line of its own, the peak of
-    memory.
+    Its figures are the time of the step with the deviation, and the peak of memory.
     """
     return [_phase_bar(name, result) for name, result in zip(labels(results), results, strict=True)]
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:
     """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
-    noticeable, and step time and peak of memory as words.
+    noticeable, and step time and peak of memory as figures.
     """
     parts = {str(phase): result[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
     parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
@@ -316,11 +315,11 @@ def _phase_bar(name: str, result: StepResult) -> Bar:
         rest_ms = step_ms - sum(parts.values())
         if rest_ms > LEAST_REST * step_ms:
             parts[REST] = rest_ms
-    words = []
+    figures = []
     if step_ms:
         mark = f" {DOUBT}" if in_doubt(result.codes) else ""
-        words.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
+        figures.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
     if result.peak_allocated_gib:
-        words.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
+        figures.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
     failure = result.ended if result.failed else ""
-    return Bar(name=name, parts=parts, words="\n".join(words), failure=failure)
+    return Bar(name=name, parts=parts, figures=figures, failure=failure)

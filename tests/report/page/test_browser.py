@@ -18,6 +18,7 @@ from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.text import inert_line
 from tests.committed import DATA
+from tests.report.page.cut import CUT, OVERLAPS, drawn_page
 from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -220,3 +221,24 @@ def test_a_hostile_text_is_shown_as_it_is_and_the_layout_holds(show, text) -> No
     assert tab.evaluate("window.hacked") is None
     assert tab.locator("main img, main script, main style, main a, svg a").count() == 0
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def assert_nothing_is_cut(tab) -> None:
+    """On wide and narrow windows, and on paper, whose width inside of its margins is 718 pixels."""
+    for width, media in ((1920, "screen"), (1280, "screen"), (718, "print"), (400, "screen")):
+        tab.emulate_media(media=media)
+        tab.set_viewport_size({"width": width, "height": 900})
+        assert tab.evaluate(CUT) == [], width
+        assert tab.evaluate(OVERLAPS) == [], width
+        if media == "screen":
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("seed", (1, 3, 4, 6))
+def test_no_text_is_cut_and_none_lies_on_another(show, seed) -> None:
+    assert_nothing_is_cut(show(to_html(drawn_page(seed))))
+
+
+@pytest.mark.parametrize("directory", FIRST)
+def test_no_text_of_a_published_page_is_cut(show, directory) -> None:
+    assert_nothing_is_cut(show(page_of_directory(directory)))
