@@ -2,7 +2,6 @@
 file of any program.
 """
 
-import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +13,8 @@ import tyro
 from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
-from ..text import print_line
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
-from .outcome import OK, UsageError, existing, show, with_statistics
+from .outcome import OK, UsageError, existing, print_page, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
@@ -43,6 +41,8 @@ class Explanation:
     """The lines of its answer."""
     encode: Callable[[], bytes]
     """Its JSON."""
+    keep: Callable[[Path], object]
+    """Write the profile itself into a directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,12 @@ class KernelsArguments(FileArguments):
         from ..analysis.kernels.phase_ranges import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
         from ..report.sections.kernels.entry import Explained, plain_run
-        from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
+        from ..report.sections.kernels.files import (
+            answer_of,
+            keep_profile,
+            tables_of_one,
+            write_kernels,
+        )
 
         config = None if record is None else record.config
         rules = None if self.rules is None else read_rules(self.rules)
@@ -124,6 +129,7 @@ class KernelsArguments(FileArguments):
             tables=partial(tables_of_one, entry),
             answer=partial(answer_of, entry),
             encode=partial(_with_statistics, profile),
+            keep=partial(keep_profile, profile),
         )
 
     def record_and_others(self) -> tuple[RunRecord | None, list[RunRecord]]:
@@ -167,7 +173,7 @@ class MemoryArguments(FileArguments):
         from ..analysis.memory.explain import explain_memory
         from ..analysis.memory.profile import encode_memory_profile, read_memory_profile
         from ..report.sections.memory.findings import answer
-        from ..report.sections.memory.tables import tables_of_one, write_memory
+        from ..report.sections.memory.tables import keep_memory, tables_of_one, write_memory
 
         is_profile = self.file.suffix == ".json"
         if is_profile and self.device is not None:
@@ -184,6 +190,7 @@ class MemoryArguments(FileArguments):
             tables=partial(tables_of_one, profile),
             answer=lambda: [finding.text for finding in answer(profile)],
             encode=partial(encode_memory_profile, profile),
+            keep=partial(keep_memory, profile),
         )
 
 
@@ -216,7 +223,9 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        print_line(f"page: cs336 report {shlex.quote(str(arguments.file))} --open")
+        from .rebuild import write_page_of_file
+
+        print_page(partial(write_page_of_file, arguments.file, explanation, arguments.output))
     return OK
 
 

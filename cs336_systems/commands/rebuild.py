@@ -33,7 +33,7 @@ from ..studies.records import read_study
 from ..sweep.run import explain_again
 from ..text import plain_word, print_aside, print_line
 from . import ladder
-from .explain import arguments_for
+from .explain import Explanation, arguments_for
 from .flags import MAX_NAME_LENGTH
 from .measuring import write_results
 from .outcome import FAILED, OK, UsageError, checked
@@ -173,9 +173,7 @@ def report_file(
     page.
     """
     explanation = arguments_for(path, rules).explained()
-    directory = page_directory(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / SOURCE, os.fsencode(path.resolve()))
+    directory = _made_directory(path)
     explanation.write(directory, TOP_ON_A_PAGE, formats)
     page, made = write_page_of(load(directory), status)
     status.end()
@@ -183,6 +181,24 @@ def report_file(
         print_line(made.glance.answer)
     print_line(f"page: {page}")
     return page
+
+
+def write_page_of_file(path: Path, explanation: Explanation, directory: Path | None) -> Path:
+    """Write the page of an explained file, without its tables, into the directory, by default its
+    own; return the path of the page.
+    """
+    if directory is None:
+        directory = _made_directory(path)
+        explanation.keep(directory)
+    return write_page_of(load(directory), lambda _: None)[0]
+
+
+def _made_directory(path: Path) -> Path:
+    """The directory of the page of the file at `path`, made if need be, with the file's path."""
+    directory = page_directory(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / SOURCE, os.fsencode(path.resolve()))
+    return directory
 
 
 def write(directory: Directory, status: StatusLine, formats: Collection[str] = ()) -> None:

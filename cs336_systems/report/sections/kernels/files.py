@@ -187,6 +187,11 @@ def write_kernels(
     return write_files(files, directory, formats)
 
 
+def keep_profile(profile: StepProfile, directory: Path) -> None:
+    """Write the profile itself into its directory."""
+    write_files({PROFILE_FILE: encode_profile(profile)}, directory)
+
+
 PROFILE_FILE = "profile.json"
 """The profile of a single file, in its directory."""
 TOP_ON_A_PAGE = 10
