@@ -6,19 +6,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
 from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
+from .file_page import write_page_of_file
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
 from .outcome import OK, UsageError, existing, print_page, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
     from ..analysis.memory.profile import MemoryProfile
+    from ..report.results import Results
     from ..report.section import Table
 
 
@@ -43,6 +45,8 @@ class Explanation:
     """Its JSON."""
     keep: Callable[[Path], object]
     """Write the profile itself into a directory."""
+    results: Callable[[], "Results"]
+    """The results that its page shows, those of the profile alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +134,7 @@ class KernelsArguments(FileArguments):
             answer=partial(answer_of, entry),
             encode=partial(_with_statistics, profile),
             keep=partial(keep_profile, profile),
+            results=lambda: results_of(kernels=[Explained(profile=profile)]),
         )
 
     def record_and_others(self) -> tuple[RunRecord | None, list[RunRecord]]:
@@ -172,6 +177,7 @@ class MemoryArguments(FileArguments):
         """The explanation."""
         from ..analysis.memory.explain import explain_memory
         from ..analysis.memory.profile import encode_memory_profile, read_memory_profile
+        from ..report.sections.memory.entry import MemoryEntry
         from ..report.sections.memory.findings import answer
         from ..report.sections.memory.tables import keep_memory, tables_of_one, write_memory
 
@@ -191,7 +197,15 @@ class MemoryArguments(FileArguments):
             answer=lambda: [finding.text for finding in answer(profile)],
             encode=partial(encode_memory_profile, profile),
             keep=partial(keep_memory, profile),
+            results=lambda: results_of(memory=[MemoryEntry(profile=profile)]),
         )
+
+
+def results_of(**profiles: Any) -> "Results":  # noqa: ANN401 (one kind of entries)
+    """The results of a single file."""
+    from ..report.results import Results
+
+    return Results(records=(), **profiles)
 
 
 def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
@@ -223,9 +237,8 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        from .rebuild import write_page_of_file
-
-        print_page(partial(write_page_of_file, arguments.file, explanation, arguments.output))
+        results, keep = explanation.results(), explanation.keep
+        print_page(partial(write_page_of_file, arguments.file, results, keep, arguments.output))
     return OK
 
 

@@ -128,8 +128,8 @@ class Bars:
 
     @property
     def num_figures(self) -> int:
-        """Most figures at the end of a bar, where a failure has the place of one."""
-        return max((len(bar.figures) or bool(bar.failure) for bar in self.bars), default=0)
+        """Most figures at the end of a bar, and at least 1, whose place a failure takes."""
+        return max(1, *(len(bar.figures) for bar in self.bars))
 
     def width(self, bar: Bar, value: float) -> str:
         """The part of the full width that this value of the bar takes, for CSS."""

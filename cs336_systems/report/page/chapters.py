@@ -12,7 +12,6 @@ from urllib.parse import quote
 from ...record import RUNS, load_records
 from ...studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..charts import Chart
-from ..draw import svg_of
 from ..results import KERNELS, MEMORY, Results
 from ..section import Section, make_table
 from ..sections.kernels.files import modules_section
@@ -32,12 +31,8 @@ from .blocks import (
 )
 from .directory import SUBJECTS, Directory
 from .glance import glance_at
-from .html import write_page
+from .html import PAGE_FILE, write_page
 from .runs import run_blocks, source_facts
-
-PAGE_FILE = "index.html"
-"""The page for a browser, beside the tables."""
-
 
 NO_FINDING = "\n"
 """What no headline holds, for rows that are no findings."""
@@ -161,6 +156,9 @@ def _blocks(
         if isinstance(picture, Chart):
             yield from bars_of(picture)
         else:
+            # matplotlib is slow to import, and few pages need it
+            from ..draw import svg_of
+
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))
     prefix = "memory-" if title == MEMORY else ""
     for section in sections:

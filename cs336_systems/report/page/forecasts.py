@@ -7,8 +7,7 @@ from ...text import plain_word
 from ..charts import Chart
 from ..section import Section
 from .blocks import Bars, Chapter, Glance, Page, TableBlock, bars_of
-from .chapters import PAGE_FILE
-from .html import write_page
+from .html import PAGE_FILE, write_page
 
 LONGEST_NAME = 100
 

@@ -234,7 +234,7 @@ def assert_nothing_is_cut(tab) -> None:
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@pytest.mark.parametrize("seed", (1, 3, 4, 6))
+@pytest.mark.parametrize("seed", [1, 3, 4, 6])
 def test_no_text_is_cut_and_none_lies_on_another(show, seed) -> None:
     assert_nothing_is_cut(show(to_html(drawn_page(seed))))
 
