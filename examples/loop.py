@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cs336 import watch
 
 VOCABULARY = 10_000
-SHAPES = {"cuda": (16, 512, 1024, 12), "cpu": (4, 128, 256, 4)}
+SHAPES = {"cuda": (16, 512, 1024, 12), "cpu": (4, 128, 128, 2)}
 """Sequences, tokens of each, width and layers: what a GPU does in seconds, and a laptop."""
 
 

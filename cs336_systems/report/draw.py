@@ -261,7 +261,9 @@ def svg_of(picture: Picture, name: str) -> str:
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     text = re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
     title, sentence = map(html.escape, described(figure))
-    spoken = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-about"'
+    left, _, right, _ = figure.axes[-1].get_position().extents
+    span = f'data-span="{left:.4f} {right:.4f}"'
+    spoken = f'{span} role="img" aria-labelledby="{name}-title" aria-describedby="{name}-about"'
     words = f'<title id="{name}-title">{title}</title><desc id="{name}-about">{sentence}</desc>'
     begin, bracket, rest = text.partition(">")
     return f"<svg {spoken}{begin}{bracket}{words}{rest}"

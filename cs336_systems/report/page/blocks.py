@@ -5,7 +5,7 @@ page is a block. The template page.html writes each of them.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..charts import Bar, Chart, Style, visible
 from ..columns import Column
@@ -16,6 +16,10 @@ MOST_COLUMNS, LEAST_WORTH = 8, 5
 """A table with more columns than that is shown without those whose `drop_order` is higher, until
 somebody asks.
 """
+
+
+Place: TypeAlias = tuple[str, str]
+"""Full name of a kernel, and the thousandths of the timeline in which it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +53,25 @@ class TableBlock:
         return sorted(columns, key=lambda column: column[2])
 
     @property
-    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool]]]]:
-        """Whether each row failed, and its cells: text, the value to sort a number by, and
-        whether it is folded.
+    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool, Place | None]]]]:
+        """Whether each row failed, and its cells: text, the value to sort a number by, whether it
+        is folded, and where its kernel is in the timeline.
         """
         table, columns = self.table, self.columns
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
             cells = [
-                (row[index], _sort_value(heading, values), is_folded)
+                (row[index], _sort_value(heading, values), is_folded, _place(heading, values))
                 for index, heading, is_folded in columns
             ]
             yield number in table.failed, cells
+
+
+def _place(heading: Column, values: Mapping[str, Any]) -> Place | None:
+    """Full name and places of the kernel whose short name stands below the heading, if known."""
+    if heading.key != "short_name" or not values.get("places"):
+        return None
+    return values["name"], " ".join(map(str, values["places"]))
 
 
 def _sort_value(heading: Column, values: Mapping[str, Any]) -> str | None:
@@ -255,5 +266,7 @@ class Page:
     title: str
     subject: str = ""
     """Key of the chapter of the list of all pages in which it stands."""
+    source: str = ""
+    """Device and date of what it shows, as far as they are known."""
     chapters: Sequence[Chapter] = ()
     glance: Glance | None = None

@@ -597,10 +597,10 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
         "share",
         "formula",
     )
-    notes = ["The sum of all is the peak, to the byte."]
+    notes = []
     if rest := peak.allocated_bytes - sum(part.size_bytes for part in shown):
         more = len(peak.parts) - len(shown)
-        notes.insert(0, f"{more} more hold {significant(rest / MIB)} MiB.")
+        notes.append(f"{more} more hold {significant(rest / MIB)} MiB.")
     title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
     return make_table(title, columns, rows, notes)
 
