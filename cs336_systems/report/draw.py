@@ -261,12 +261,25 @@ def svg_of(picture: Picture, name: str) -> str:
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     text = re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
     title, sentence = map(html.escape, described(figure))
-    left, _, right, _ = figure.axes[-1].get_position().extents
-    span = f'data-span="{left:.4f} {right:.4f}"'
-    spoken = f'{span} role="img" aria-labelledby="{name}-title" aria-describedby="{name}-about"'
+    spoken = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-about"'
+    spoken += f' data-lanes="{_lanes(figure)}"'
     words = f'<title id="{name}-title">{title}</title><desc id="{name}-about">{sentence}</desc>'
     begin, bracket, rest = text.partition(">")
     return f"<svg {spoken}{begin}{bracket}{words}{rest}"
+
+
+def _lanes(figure: Figure) -> str:
+    """Where the panels below the first are, or the only one: left, right, top and bottom edge, as
+    percents of the figure from its left and upper edges.
+    """
+    panels = [axes.get_position() for axes in figure.axes[1:] or figure.axes]
+    edges = (
+        min(panel.x0 for panel in panels),
+        max(panel.x1 for panel in panels),
+        1 - max(panel.y1 for panel in panels),
+        1 - min(panel.y0 for panel in panels),
+    )
+    return " ".join(f"{100 * edge:.2f}" for edge in edges)
 
 
 def described(figure: Figure) -> tuple[str, str]:

@@ -69,9 +69,9 @@ addEventListener("scroll", () => explain(null), true);
 addEventListener("click", (event) => {
   const kernel = event.target.closest?.("a[data-places]"), picture = kernel && document.querySelector(`${kernel.hash} .drawing`);
   if (!picture) return;
-  const [left, right] = picture.firstElementChild.dataset.span.split(" ").map(Number), marks = document.createElement("div");
+  const [left, right, top, bottom] = picture.firstElementChild.dataset.lanes.split(" "), marks = document.createElement("div");
   marks.className = "marks";
-  Object.assign(marks.style, { left: `${100 * left}%`, width: `${100 * (right - left)}%` });
+  Object.assign(marks.style, { inset: `${top}% ${100 - right}% ${100 - bottom}% ${left}%` });
   for (const place of kernel.dataset.places.split(" ")) {
     const mark = marks.appendChild(document.createElement("i"));
     Object.assign(mark.style, { left: `${place / 10}%`, width: "0.15%" });
