@@ -116,23 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_commands() -> None:
     """Print the help of `cs336` itself: its commands by what they are for."""
-    from .commands.parse import wrapped
-
-    print("usage: cs336 COMMAND [FLAGS]\n")
+    print("usage: cs336 COMMAND [FLAGS]")
     for example in EXAMPLES:
         print(f"  cs336 {example}")
     print(f"\n{QUESTION}")
     for title, group in GROUPS.items():
-        print(f"\n{title}")
+        print(title)
         for name, line in group.items():
             print(f"  {name:<11}{line}")
-    print()
-    print(
-        wrapped(
-            "cs336 COMMAND --help explains a command, --help-all all of its flags; cs336 --version "
-            "names the version."
-        )
-    )
+    print("\nCOMMAND --help explains a command, --help-all all its flags; cs336 --version")
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:

@@ -115,7 +115,12 @@ def test_steps_are_added_until_their_mean_is_known(
     """Ten are the fewest whose correlation is known; the record says how many there were."""
     monkeypatch.setattr(measurement, "STABLE", within)
     monkeypatch.setattr(measurement, "MAX_STABLE_STEPS", most)
+    said: list[str] = []
+    waits.tell(said.append)
     record = measure(CONFIG, until_stable=True)
+    waits.tell(lambda _: None)
+    told = [int(line.split()[0]) for line in said if " steps, ± " in line]
+    assert told == [*range(10, num_steps + 1)]
     assert len(record.measurement(Phase.STEP).times_s) == record.config.measured_steps == num_steps
 
 
