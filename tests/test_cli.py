@@ -116,9 +116,9 @@ def test_the_help_of_a_command_begins_with_examples_that_it_takes(
     assert [shlex.split(line)[:2] for line in shown] == 3 * [["cs336", command]]
     assert max(map(len, lines[4:])) <= 70
     for line in shown:
-        words = (
-            cli._sides_apart(shlex.split(line)[1:]) if command == "compare" else line.split()[1:]
-        )
+        words = shlex.split(line)[1:]
+        if command == "compare":
+            words = cli._sides_apart(words)
         parse(cli._arguments(command), f"cs336 {command}", words[1:])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cs336 import waits
 from cs336.analysis.warnings import judged
 from cs336.config import CompileMode, Device, Mode, ModelConfig, Phase, Precision, RunConfig
 from cs336.measure import run as measurement
