@@ -4,6 +4,7 @@ pictures.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -280,17 +281,22 @@ PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.ite
 
 
 def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
-    """Lying bars of several configurations, as many in one picture as can be read."""
+    """Lying bars of several configurations, as many in one picture as can be read. Each size has a
+    panel with a scale of its own, so that the parts of a short step are seen beside a long one.
+    """
     if len(results) < 2 or all(result.step_mean_ms is None for result in results):
         return
-    bars = phase_bars(results)
-    for number, first in enumerate(range(0, len(bars), MAX_BARS), 1):
-        panel = Panel(label="time (ms)", bars=bars[first : first + MAX_BARS])
+    runs = list(zip(phase_bars(results), results, strict=True))
+    for number, first in enumerate(range(0, len(runs), MAX_BARS), 1):
+        by_size = groupby(runs[first : first + MAX_BARS], key=lambda run: run[1]["size"])
+        panels = [
+            Panel(label="time (ms)", bars=[bar for bar, _ in of_size]) for _, of_size in by_size
+        ]
         yield Chart(
             name=f"step_time_no{number}" if number > 1 else "step_time",
             title=BY_PHASE,
             settings=settings(results),
-            panels=[panel],
+            panels=panels,
             legend_columns=5,
             styles=PARTS,
         )
