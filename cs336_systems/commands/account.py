@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,7 @@ from ..text import print_aside
 from . import flags
 from .configure import NamedGpu, checked_factory, make_config, make_fast_config, one_precision
 from .machine import first_gpu
-from .outcome import OK, UsageError, checked, show
+from .outcome import OK, UsageError, checked, print_page, show
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
@@ -270,10 +271,11 @@ def run(arguments: AccountArguments) -> int:
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
+    sentences = [*account_answer(account)]
     show(
         section.tables if arguments.details else summary_tables(account, section),
         arguments.output,
-        account_answer(account),
+        sentences,
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
@@ -282,4 +284,10 @@ def run(arguments: AccountArguments) -> int:
             "no times are predicted, as no GPU is named and this machine has none that is "
             f"known; try {choices}"
         )
+    if not arguments.json:
+        from ..report.page.forecasts import folder_of, write_forecast_page
+
+        directory = arguments.output or folder_of("accounts", config.label)
+        title = f"What a step costs: {config.label}"
+        print_page(partial(write_forecast_page, title, sentences, section, directory))
     return OK

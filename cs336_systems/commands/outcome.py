@@ -21,7 +21,7 @@ import msgspec
 
 from .. import interrupt
 from ..config import Profiler
-from ..files import encode_json, why_no_file
+from ..files import encode_json, in_one_line, why_no_file
 from ..record import RunRecord, load_records
 from ..subject import Subject
 from ..sweep.store import VIEWERS, raw_profile_path
@@ -120,6 +120,18 @@ def show(
         print_tables(tables, directory, answer)
     if directory is not None:
         (print_line if json is None else print_aside)(f"results: {directory}")
+
+
+def print_page(make: Callable[[], Path]) -> None:
+    """Make a page, and print its path as the last line. The results are printed already: a page
+    that cannot be written is only noted.
+    """
+    try:
+        page = make()
+    except OSError as error:
+        print_aside(f"note: no page was written: {in_one_line(error)}")
+    else:
+        print_line(f"page: {page}")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
+from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
@@ -33,6 +34,7 @@ from ..words import (
     rounded,
     significant,
 )
+from .steps import PARTS
 
 ALL = "all"
 FLOPS = ("forward", "backward", "step")
@@ -100,8 +102,57 @@ def account_section(account: Account, top: int) -> Section:
     tables += _checkpoints_tables(config)
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
-    rows = list(parts.values())
-    return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+    return Section(
+        name="account",
+        tables=tuple(tables),
+        rows=list(parts.values()),
+        keys=CSV_COLUMNS,
+        pictures=tuple(_charts(account, prediction)),
+    )
+
+
+def _charts(account: Account, prediction: memory.MemoryPrediction | None) -> Iterator[Chart]:
+    """The predicted time of a step by phase, and what the predicted peak consists of."""
+    config = account.config
+    if account.time is not None:
+        times = {str(phase): 1e3 * time_s for phase, time_s in account.time.phases_s.items()}
+        yield _of_one_bar("time", "Predicted time of a step (ms)", config.label, times, PARTS)
+    if prediction is not None:
+        peak = {
+            str(category): prediction.peak.bytes_of(category) / GIB
+            for category in Category
+            if prediction.peak.bytes_of(category)
+        }
+        title = "What the predicted peak consists of (GiB)"
+        yield _of_one_bar("peak", title, config.label, peak, _CATEGORIES)
+
+
+_COLOURS = (
+    "#0072B2",
+    "#CC79A7",
+    "#222222",
+    "#F0E442",
+    "#009E73",
+    "#701C70",
+    "#56B4E9",
+    "#E69F00",
+    "#D55E00",
+    "#782000",
+    "#6A6A6A",
+    "#BBBBBB",
+)
+_CATEGORIES = {
+    str(category): Style(colour=colour) for category, colour in zip(Category, _COLOURS, strict=True)
+}
+"""Style of each category; those that a measured peak has too look as they do there."""
+
+
+def _of_one_bar(
+    name: str, title: str, label: str, parts: Mapping[str, float], styles: Mapping[str, Style]
+) -> Chart:
+    """A chart of a single bar, whose unit stands in the title."""
+    panel = Panel(label=title, bars=[Bar(name=label, parts=parts)])
+    return Chart(name=name, title=title, settings=label, panels=[panel], styles=styles)
 
 
 def account_answer(account: Account) -> Iterator[str]:
@@ -553,10 +604,10 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
         "share",
         "formula",
     )
-    notes = ["The sum of all is the peak, to the byte."]
+    notes = []
     if rest := peak.allocated_bytes - sum(part.size_bytes for part in shown):
         more = len(peak.parts) - len(shown)
-        notes.insert(0, f"{more} more hold {significant(rest / MIB)} MiB.")
+        notes.append(f"{more} more hold {significant(rest / MIB)} MiB.")
     title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
     return make_table(title, columns, rows, notes)
 
