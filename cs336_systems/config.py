@@ -666,8 +666,7 @@ class RunConfig:
         _shortcut(
             "Keep the residual stream and its gradient in bf16, in the place of fp32 under "
             "autocast: the kernels of norms move half of the bytes or two thirds, and what "
-            "backward reads of the stream takes half of the memory. Losses differ a little, so "
-            "--fast uses it only together with this flag. Needs --fused-blocks.",
+            "backward reads of the stream takes half of the memory. Needs --fused-blocks.",
             note="residual stream in bf16",
             rules=(FUSED_BLOCKS,),
         ),

@@ -19,8 +19,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 from cs336.costs import kernels
+from cs336.interrupt import STOP_SIGNALS
 from cs336.sweep import isolation
-from cs336.sweep.process import STOP_SIGNALS
 
 CHECKED = (
     "model.transformer",
@@ -44,6 +44,7 @@ LONG = (
     "test_disk",
     "test_imports",
     "test_statements",
+    "test_site",
     "test_nsys",
     "test_runs",
     "test_installed",
@@ -53,6 +54,8 @@ LONG = (
     "test_start_up",
     "test_worker_faults",
     "test_fast",
+    "test_notebook",
+    "test_other_systems",
     "test_ways",
     "test_step_costs",
     "test_pytest_plugin",

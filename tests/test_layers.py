@@ -31,6 +31,7 @@ FOLDERS = (
 those before it, and from BASE.
 """
 BASE = (
+    "posix_needed",
     "torch_needed",
     "",
     "interrupt",
@@ -60,6 +61,7 @@ ELSEWHERE = (
     "sweep.cluster",
     "costs.graphs",
     "costs.internals",
+    "costs.compiling",
     "costs.on_cuda",
     "costs.operators",
     "costs.trace",

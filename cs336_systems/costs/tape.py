@@ -288,6 +288,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """
     blocks: list[int] = []
     """Of the whole model of which the step has a few blocks, the number of each block's kind."""
+    compiler: str = ""
+    """Version of PyTorch whose torch.compile has compiled the step; empty for an eager one."""
 
     @cached_property
     def names(self) -> Names:

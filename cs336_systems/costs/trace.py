@@ -225,6 +225,17 @@ class StepTrace:
             with without_modes():
                 self.note(Category.LOSS, tensors_in(out))
 
+    @contextmanager
+    def within(self, path: str) -> Iterator[None]:
+        """While open, what runs is part of the model, under this path."""
+        self._paths.append(path)
+        self._note_path()
+        try:
+            yield
+        finally:
+            self._paths.pop()
+            self._note_path()
+
     def _note_path(self) -> None:
         numbers, paths = self._path_changes
         numbers.append(next_sequence_number())
@@ -394,7 +405,8 @@ class StepTrace:
     def record(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Note an operation that was dispatched: its new tensors and what it launches."""
         outs = [*tensors_in(out)]
-        ins = [*tensors_in((args, *kwargs.values()))]
+        others = [value for key, value in kwargs.items() if key != "out"]
+        ins = [*tensors_in((args, *others))]
         if not outs and not ins:
             return
         self.routing.note(name, ins, args, outs)
@@ -418,7 +430,8 @@ class StepTrace:
             self._note_sum(args[0], outs[0])
         self.events += [~copy for copy in copies]
         makes_nothing = all(handle is None or handle < known for handle in handles)
-        is_view = makes_nothing and len(outs) > 0 and not name.endswith("_")
+        is_written = name.endswith("_") or "out" in kwargs
+        is_view = makes_nothing and len(outs) > 0 and not is_written
         if is_view or name in SILENT:
             self._views += 1
             return
@@ -496,6 +509,15 @@ class StepTrace:
         """
         launches_and_calls = () if is_dispatched else (1, 0)
         self.launch("passes", tuple(map(self.moved, tensors)), how, *launches_and_calls)
+
+    def fused(self, moved_bytes: int | None, tensors: Sequence[Tensor]) -> None:
+        """Launch a kernel of torch.compile that moves these bytes; None stands for all that its
+        tensors have.
+        """
+        if moved_bytes is None:
+            self.moves(tensors)
+        else:
+            self.launch("passes", ((str(moved_bytes), 1),), Pass.COPY)
 
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""

@@ -1,5 +1,5 @@
-"""Traces the real step of a configuration; as a process of its own it is asked for tapes through
-a pipe.
+"""Traces the real step of a configuration; as a process of its own it is asked for tapes by lines
+of standard input.
 """
 
 import itertools
@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, BinaryIO
 from unittest import mock
 
 import msgspec
@@ -22,7 +21,7 @@ from ..costs.internals import address_of
 from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
-from ..costs.traces import FORKING, Asked, encoded
+from ..costs.traces import FORKING, Asked, encoded, is_compiled
 from ..costs.tracing import tracing
 from ..model.blocks import keep_kinds
 from ..model.trainable import make_model, make_of_user
@@ -59,7 +58,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
             # outside of the modes below, which slow imports down
             load_factory(factory)
         patches = _with_chunks if factory is None else _as_of_whole_sequences
-        with tracing(axes, OF_FAST) as trace:
+        with tracing(axes, OF_FAST, compiles=is_compiled(config)) as trace:
             made = _made(config)
             if isinstance(made, nn.Module):
                 kinds = keep_kinds(made, config.blocks) if config.blocks else []
@@ -76,6 +75,8 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
             if factory is not None:
                 tape.places, tape.owners = trace.places, trace.owners
                 tape.again, tape.graphs = trace.again, trace.graphs
+            if is_compiled(config):
+                tape.compiler = torch.__version__.partition("+")[0]
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -454,13 +455,13 @@ def _reason(error: BaseException) -> str:
     return told(error)
 
 
-def _answer(questions: Connection, asked: Asked, *, forks: bool) -> None:
-    """Send the tapes that are asked for. If this process forks, a copy of it traces them, which
-    loads the user's modules anew.
+def _answer(answers: BinaryIO, asked: Asked, *, forks: bool) -> None:
+    """Write a line with the tapes that are asked for. If this process forks, a copy of it traces
+    them, which loads the user's modules anew.
     """
     copy = os.fork() if forks else 0
     if copy == 0:
-        questions.send_bytes(msgspec.json.encode(trace_all(asked)))
+        _write(answers, trace_all(asked))
         if forks:
             os._exit(0)
         return
@@ -468,17 +469,23 @@ def _answer(questions: Connection, asked: Asked, *, forks: bool) -> None:
     if status:
         code = os.waitstatus_to_exitcode(status)
         failure = encoded(Tape(failure=f"the process that traced it ended with status {code}"))
-        questions.send_bytes(msgspec.json.encode(dict.fromkeys(asked, failure)))
+        _write(answers, dict.fromkeys(asked, failure))
+
+
+def _write(answers: BinaryIO, tapes: Mapping[str, bytes]) -> None:
+    """Write the tapes as a line of JSON."""
+    answers.write(msgspec.json.encode(tapes) + b"\n")
+    answers.flush()
 
 
 if __name__ == "__main__":
-    questions = Connection(int(sys.argv[1]))
-    # a process that the user's code starts would keep it open
-    os.set_inheritable(questions.fileno(), False)
-    is_forking = FORKING in sys.argv[2:]
+    # copies, which no process that the user's code starts inherits
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # where the user's code prints
+    is_forking = FORKING in sys.argv[1:]
     if is_forking:
         import_module("torch._dynamo")  # by which most meta kernels go; once for all copies
-    with suppress(EOFError, BrokenPipeError):  # the process that asks has ended
-        while True:
-            asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)
-            _answer(questions, asked, forks=is_forking)
+    with suppress(BrokenPipeError):  # the process that asks has ended
+        for line in questions:
+            _answer(answers, msgspec.json.decode(line, type=Asked), forks=is_forking)
