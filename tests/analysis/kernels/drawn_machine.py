@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from threading import Barrier
@@ -63,7 +64,7 @@ class Machine:
         self.now = 0
         self.at: dict[str, Any] = {}
         """Where in the program the next span stands, by fields of `Span`."""
-        self.spans, self.jobs = list[Span](), list[Job]()
+        self.spans, self.jobs, self.lost = list[Span](), list[Job](), list[Job]()
         self.doing = list[Span]()
         """What the host did besides launching, the whole truth; named by a `Pause`."""
         self.free: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -187,20 +188,8 @@ class Machine:
         self.barrier.wait()
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What the file of one rank holds, and what it lacks."""
-
-    plan: Plan
-    rank: int
-    spans: list[Span]
-    jobs: list[Job]
-    lost: list[Job]
-    doing: list[Span]
-
-
-def recorded(machine: Machine) -> Recorded:
-    """What the profiler keeps of the rank: events that lie within the cut, but for lost ones."""
+def recorded(machine: Machine) -> Machine:
+    """The rank with what the profiler keeps of it: events within the cut, but for lost ones."""
     plan, random_ = machine.plan, random.Random(machine.plan.seed)
     low, high = (math.ceil(part * machine.now) for part in plan.cut)
 
@@ -208,11 +197,12 @@ def recorded(machine: Machine) -> Recorded:
         is_lost = event.kind == plan.dropped and random_.random() < 0.1
         return low <= event.start_ns and event.end_ns <= high and not is_lost
 
-    spans = [span for span in machine.spans if is_kept(span)]
-    jobs, lost = list[Job](), list[Job]()
+    file = copy(machine)
+    file.spans = [span for span in machine.spans if is_kept(span)]
+    file.jobs, file.lost = [], []
     for job in machine.jobs:
-        start, end = job.start_ns + plan.shift_ns, job.end_ns + plan.shift_ns
-        kept = jobs if is_kept(job) else lost
-        kept.append(replace(job, start_ns=start, end_ns=end))
-    jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
-    return Recorded(plan, machine.rank, spans, jobs, lost, machine.doing)
+        start_ns, end_ns = job.start_ns + plan.shift_ns, job.end_ns + plan.shift_ns
+        kept = file.jobs if is_kept(job) else file.lost
+        kept.append(replace(job, start_ns=start_ns, end_ns=end_ns))
+    file.jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
+    return file

@@ -1,10 +1,12 @@
 """What a drawn program does, how it names its ranges, and what its file lacks."""
 
 import random
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 Part = StrEnum(
@@ -21,53 +23,12 @@ Pause = StrEnum("Pause", "NOTHING RANGE COLLECTOR ALLOCATION COMPILING WAITING D
 """What keeps the host from launching."""
 
 
-def _named(forward: str, backward: str, optimizer: str, step: str = "") -> dict[str, str]:
-    """The ranges' names of a training loop, whose steps may have none."""
-    names = {Part.FORWARD: forward, Part.BACKWARD: backward, Part.OPTIMIZER: optimizer}
-    return {**names, Part.STEP: step} if step else {**names}
-
-
-_PL = "[pl][profile]"
-STYLES: Mapping[str, Mapping[str, str]] = {
-    "none": {},
-    "torch": {Part.STEP: "ProfilerStep#{n}"},
-    "ours": {Part.DATA: "data", Part.LOSS: "loss"}
-    | _named("forward", "backward", "optimizer", "step"),
-    "phases": _named("forward", "backward", "optimizer"),
-    "hashes": _named("## forward ##", "## backward ##", "## optimizer ##", "ProfilerStep#{n}"),
-    "lightning": {
-        Part.STEP: f"{_PL}run_training_batch",
-        Part.DATA: f"{_PL}[_TrainingEpochLoop].train_dataloader_next",
-        Part.FORWARD: f"{_PL}[Strategy]SingleDeviceStrategy.training_step",
-        Part.BACKWARD: f"{_PL}[Strategy]SingleDeviceStrategy.backward",
-        Part.ZERO_GRAD: f"{_PL}[LightningModule]GPT.optimizer_zero_grad",
-        Part.CLOSURE: f"{_PL}[LightningModule]GPT.optimizer_step",
-    },
-    "deepspeed": _named(*(f"DeepSpeedEngine.{name}" for name in ("forward", "backward", "step"))),
-    "iteration": _named("forward", "backward", "opt.step()", "iteration{n}"),
-    "short": _named("fwd", "bwd", "opt", "iter {n}"),
-    "words": _named("model(x)", "loss.backward()", "optimizer.step()", "train_step"),
-    "vllm": {
-        Part.PREFILL: "execute_context_{batch}({tokens})_generation_{decoding}({decoding})",
-        Part.DECODE: "execute_context_0(0)_generation_{batch}({batch})",
-    },
-    "sglang": {
-        Part.PREFILL: "step[EXTEND bs={batch} toks={tokens}]",
-        Part.DECODE: "step[DECODE bs={batch}]",
-    },
-    "deepseek": {"attn": "attn({letter})", "mlp": "mlp({letter})"},
-}
-"""The name of the range around each part of a program in which ranges are named so."""
+NAMES = tomllib.loads(Path(__file__).with_name("drawn_names.toml").read_text())
+STYLES: Mapping[str, Mapping[str, str]] = NAMES["styles"]
 UNLISTED = ("iteration", "deepspeed", "short", "words")
 """Styles whose names a reader need not know."""
 EARLY = ("lightning", "iteration")
 """Styles whose first batch is taken before the step begins."""
-STYLES_OF = {
-    "training": [name for name in STYLES if name not in ("vllm", "sglang", "deepseek")],
-    "inference": ["none", "torch", "ours"],
-    "server": ["none", "vllm", "sglang"],
-    "pipeline": ["none", "deepseek"],
-}
 
 
 def _of(*choices: object, training: bool = False) -> Any:
@@ -147,14 +108,15 @@ class Plan:
 def draw(seed: int) -> Plan:
     """The plan of this seed, without what its other parts forbid."""
     random_ = random.Random(seed)
-    kind = random_.choices(list(STYLES_OF), [6, 2, 2, 1])[0]
-    drawn: dict[str, Any] = {"style": random_.choice(STYLES_OF[kind])}
+    kind = random_.choices(("training", "inference", "server", "pipeline"), [6, 2, 2, 1])[0]
+    drawn: dict[str, Any] = {"style": random_.choice(NAMES["styles_of"][kind])}
     for option in fields(Plan):
         if option.metadata and (kind == "training" or not option.metadata["training"]):
             drawn[option.name] = random_.choice(option.metadata["choices"])
     plan = Plan(seed=seed, kind=kind, **drawn)
     if plan.style == "lightning":
-        plan = replace(plan, micro_batches=1, ranks=1, optimizer="torch", graph="")
+        plan = replace(plan, micro_batches=1, ranks=1, optimizer="torch", graph="", hides=None)
+        plan = replace(plan, zero_grad="between", side_stream=False, reads_in_forward=False)
     if plan.is_nsys:
         plan = replace(plan, ranks=1)
     if plan.ranks > 1:
