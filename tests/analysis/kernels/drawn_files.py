@@ -4,19 +4,8 @@ from pathlib import Path
 
 from tests.analysis.kernels import tracing
 from tests.analysis.kernels.drawn_machine import Machine
+from tests.analysis.kernels.drawn_plans import TABLES
 from tests.analysis.kernels.kineto_files import Event, annotations, recorded_events, write_trace
-
-_CATEGORIES = {
-    "range": ("user_annotation", {}),
-    "operator": ("cpu_op", {"Ev Idx"}),
-    "frame": ("python_function", {"Python id"}),
-}
-"""The category of each kind of spans, and what its numbers are called."""
-_NAMES = (
-    "rank{}_trace.json",
-    "node-{}_{}.1700000000000000000.pt.trace.json",  # TensorBoard's
-    "trace_{}.json",
-)
 
 
 def write(file: Machine, directory: Path) -> Path:
@@ -26,7 +15,7 @@ def write(file: Machine, directory: Path) -> Path:
         # the package nvtx registers its strings, PyTorch's nvtx writes them into the event
         is_registered = plan.seed % 2 == 0
         return tracing.write_export(directory / "r.sqlite", recording, registered=is_registered)
-    name = _NAMES[plan.seed % len(_NAMES)].format(file.rank, 100 + file.rank)
+    name = TABLES["files"][plan.seed % 3].format(file.rank, 100 + file.rank)
     world = {"backend": "nccl", "rank": file.rank, "world_size": plan.ranks}
     top = {"distributedInfo": world} if plan.ranks > 1 else {}
     events = [*recorded_events(recording), *annotations(recording)]
@@ -42,27 +31,18 @@ def recording_of(file: Machine) -> tracing.Recording:
         if span.kind == "call":
             made.calls.append(tracing.Call(*place, args))
             continue
-        category, numbers = _CATEGORIES[span.kind]
+        category, *numbers = TABLES["categories"][span.kind]
         args |= span.args | dict.fromkeys(numbers, span.number)
         if span.name.startswith("aten::"):
             args["Input Dims"] = [[768], [4096, 768], [768, 768]]
             args["Input type"] = ["c10::BFloat16"] * 3
         made.spans.append(tracing.Span(*place, category=category, args=args))
     for job in file.jobs:
-        launch, args = job.launch, {}
         args = {key: job.args[key] for key in ("Collective name", "In msg nelems") if job.args}
-        if job.operator:
-            args["External id"] = job.operator
-        work = tracing.Kernel(
-            job.name,
-            launch.start_ns,
-            tracing.PROCESS + launch.thread,
-            job.start_ns,
-            job.end_ns - job.start_ns,
-            job.stream,
-            job.number if job.is_in_graph else 0,
-            job.device,
-            args,
-        )
-        (made.kernels if job.kind == "kernel" else made.copies).append(work)
+        args |= {"External id": job.operator} if job.operator else {}
+        launched = job.launch.start_ns, tracing.PROCESS + job.launch.thread
+        times = job.start_ns, job.end_ns - job.start_ns
+        place = job.stream, job.number if job.is_in_graph else 0, job.device
+        jobs = made.kernels if job.kind == "kernel" else made.copies
+        jobs.append(tracing.Kernel(job.name, *launched, *times, *place, args))
     return made

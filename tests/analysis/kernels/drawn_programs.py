@@ -1,6 +1,5 @@
 """The programs, which run on a machine for each rank."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,34 +7,21 @@ from threading import Barrier
 from typing import Any
 
 from tests.analysis.kernels.drawn_machine import MICROSECOND, MILLISECOND, Machine, Stream, Thread
-from tests.analysis.kernels.drawn_plans import EARLY, NAMES, PHASES, STYLES, Part, Pause, Plan
+from tests.analysis.kernels.drawn_plans import PHASES, STYLES, TABLES, Part, Pause, Plan
 
-KERNELS: Mapping[str, tuple[str, str]] = NAMES["kernels"]
+KERNELS: Mapping[str, tuple[str, str]] = TABLES["kernels"]
 """The name of each kernel, and that of the operator that launches it."""
-_SHOWN = {
-    Pause.RANGE: ("range", "tokenize and log"),
-    Pause.COLLECTOR: ("frame", "Python GC"),
-    Pause.COMPILING: ("operator", "CachingAutotuner.benchmark_all_configs"),
-}
-"""What is open while the host does not launch, for the pauses that show their reason."""
 
 
 class Program(Machine):
     """A program, which does on its machine what the plan asks for."""
 
     def run(self) -> None:
-        self.scale = 1
-        self.numbers: Counter[int] = Counter()
-        """How many operators of each thread had a sequence number."""
-        self.nodes: dict[int, int] = {}
-        """The sequence number of each layer's operator of forward."""
         with self.opened("range", self.plan.around):
             for step in range(self.plan.steps * (3 if self.plan.kind == "server" else 1)):
                 with self.within(step=step):
                     getattr(self, self.plan.kind)(step)
         self.wait("cudaDeviceSynchronize")
-
-    # what all programs do
 
     @contextmanager
     def part(self, part: str, means: str = "", **facts: Any) -> Iterator[None]:
@@ -75,14 +61,8 @@ class Program(Machine):
         self.join(Stream.COMMUNICATION, Stream.COMPUTE)
         name, of_torch = KERNELS[what]
         number = self.random.randrange(4, 12) * (1 if what == "all-gather" else 2) * 500_000
-        args = {
-            **NAMES["record_param_comms"],
-            "Collective name": of_torch,
-            "In msg nelems": number,
-            "Out msg nelems": number,
-            "Group size": self.plan.ranks,
-            "Process Group Ranks": str([*range(self.plan.ranks)]),
-        }
+        numbers = dict.fromkeys(("In msg nelems", "Out msg nelems"), number)
+        args = {**TABLES["record_param_comms"], "Collective name": of_torch, **numbers}
         with self.opened("operator", "record_param_comms", args=args):
             job = self.launch("kernel", name, 10, Stream.COMMUNICATION, args=args)
             self.meet(job, number // 50)
@@ -92,11 +72,9 @@ class Program(Machine):
         self.copy(copied)
         self.wait("cudaStreamSynchronize")
 
-    # a step of each kind of program
-
     def training(self, step: int) -> None:
         plan = self.plan
-        if plan.style in EARLY:
+        if plan.style in TABLES["early"]:
             self.batch()
         with self.part("" if plan.steps_of_micro else Part.STEP, n=step):
             for micro in range(plan.micro_batches):
@@ -124,12 +102,11 @@ class Program(Machine):
     def server(self, step: int) -> None:
         """Fill the cache by launches, or decode by a graph."""
         plan, pick = self.plan, self.random.choice
-        is_prefill = self.random.random() < 0.3
-        turn = Part.PREFILL if is_prefill else Part.DECODE
-        batch = pick((1, 4, 8) if is_prefill else (16, 32))
-        tokens = batch * 1024 if is_prefill else batch
+        turn = Part.PREFILL if self.random.random() < 0.3 else Part.DECODE
+        is_prefill, facts = turn == Part.PREFILL, TABLES["turns"][turn]
+        batch = pick(facts["batches"])
+        tokens, self.scale = batch * facts["tokens"], facts["scale"]
         decoding = pick((2, 8)) if is_prefill and plan.is_mixed else 0
-        self.scale = 4 if is_prefill else 1
         place = self.within(phase=Part.FORWARD, label=f"{turn} {batch} {tokens}")
         with place, self.part(turn, batch=batch, tokens=tokens, decoding=decoding):
             self.pause(Pause.PREPARING, 30 * MICROSECOND)
@@ -143,35 +120,27 @@ class Program(Machine):
         """Forward, backward and the weights' gradients of chunks, as DualPipe has them."""
         for name in ("attn", "mlp", "mlp", "attn"):
             for phase in (Part.FORWARD, Part.BACKWARD, Part.WEIGHTS):
-                matmul = f"matmul_{Part.FORWARD if phase == Part.FORWARD else Part.BACKWARD}"
                 with self.part(name, phase, letter=phase[0].upper()):
-                    self.kernel(matmul)
-                    self.kernel(matmul)
+                    self.kernel(f"matmul_{phase}")
+                    self.kernel(f"matmul_{phase}")
                     self.kernel(name, stream=Stream.COMMUNICATION)
 
-    # parts of training
-
     def micro_batch(self, before: int, micro: int) -> None:
-        """A batch and its passes, which run inside the call of an optimizer that has a closure."""
-        plan = self.plan
+        """A batch, forward and backward, and the optimizer after the last, or around it all."""
+        plan, is_last = self.plan, micro == self.plan.micro_batches - 1
         closure = self.call(Part.CLOSURE) if Part.CLOSURE in STYLES[plan.style] else nullcontext()
         with self.part(Part.STEP if plan.steps_of_micro else "", n=before + micro):
-            if micro or plan.style not in EARLY:
+            if micro or plan.style not in TABLES["early"]:
                 self.batch()
             with self.graph(plan.graph == "step"), closure:
-                self.passes(micro)
-
-    def passes(self, micro: int) -> None:
-        """Forward and backward, and the optimizer after the last micro-batch."""
-        is_last = micro == self.plan.micro_batches - 1
-        if micro == 0:
-            self.zero_grad("first")
-        self.forward()
-        self.zero_grad("between")
-        with self.part(Part.BACKWARD), self.on_thread(Thread.AUTOGRAD):
-            self.backward(is_last)
-        if is_last:
-            self.finish()
+                if micro == 0:
+                    self.zero_grad("first")
+                self.forward()
+                self.zero_grad("between")
+                with self.part(Part.BACKWARD), self.on_thread(Thread.AUTOGRAD):
+                    self.backward(is_last)
+                if is_last:
+                    self.finish()
 
     def forward(self) -> None:
         plan = self.plan
@@ -200,8 +169,8 @@ class Program(Machine):
     def finish(self) -> None:
         """Update the parameters, for which the host is late if something hides it."""
         plan = self.plan
-        if plan.hides is not None:
-            with self.opened(*_SHOWN.get(plan.hides, ("range", ""))):
+        if plan.hides:
+            with self.opened(*TABLES["shown"].get(plan.hides, ("range", ""))):
                 self.pause(plan.hides, 4 * MILLISECOND)
         if plan.clips:
             with self.within(phase=Part.CLIP):
@@ -238,8 +207,12 @@ class Program(Machine):
         """Wait for a batch, and copy it to the device."""
         plan = self.plan
         duration_ns = 12 * MILLISECOND if plan.limit == "data" else 20 * MICROSECOND
+        loader = self.opened("range", plan.loader, Pause.RANGE)
+        if plan.loader.startswith("_"):
+            name = f"enumerate(DataLoader)#{plan.loader}DataLoaderIter.__next__"
+            loader = self.of_torch(name, Part.DATA)
         with self.within(phase=Part.DATA):
-            with self.part(Part.DATA if plan.loader else ""), self.loader():
+            with self.part(Part.DATA if plan.loader else ""), loader:
                 self.pause(Pause.DATA, duration_ns)
             if plan.prefetches:
                 with self.on_thread(Thread.LOADING):
@@ -251,14 +224,6 @@ class Program(Machine):
             else:
                 self.copy("HtoD (Pinned -> Device)")
 
-    def loader(self) -> AbstractContextManager[None]:
-        name = self.plan.loader
-        if name.startswith("_"):
-            return self.of_torch(f"enumerate(DataLoader)#{name}DataLoaderIter.__next__", Part.DATA)
-        return self.opened("range", name, Pause.RANGE)
-
-    # the model
-
     def model(self) -> None:
         region = "Torch-Compiled Region: 0/0" if self.plan.compiled else ""
         with self.within(), self.opened("operator", region):
@@ -269,35 +234,33 @@ class Program(Machine):
                     self.block(layer)
 
     def block(self, layer: int) -> None:
+        """Run the layer. The thread of backward counts its operators apart, last layer first."""
+        is_again = self.at.get("thread") == Thread.AUTOGRAD
+        number = self.plan.layers - 1 - layer if is_again else layer
         compiled = "compiled_" if self.plan.compiled else ""
         with self.module("LayerNorm", layer):
             self.kernel(f"{compiled}norm", layer)
         with self.module("Linear", layer):
-            self.kernel("linear", **self.numbered(layer))
+            self.kernel("linear", **self.numbered(number))
         with self.module("Attention", layer):
             self.kernel("attention")
         self.kernel(f"{compiled}activation", layer)
 
-    def numbered(self, layer: int) -> dict[str, int]:
-        """The sequence number of an operator that makes a node of backward. Threads number theirs
-        apart, so that a recomputation has the numbers of forward.
-        """
-        thread = self.at.get("thread", Thread.MAIN)
-        number = self.numbers[thread]
-        self.numbers[thread] += 1
-        if self.at["phase"] == Part.FORWARD:
-            self.nodes[layer] = number
-        return {"Sequence number": number, "Fwd thread id": 0}
+    def numbered(self, layer: int, thread: int = 0) -> dict[str, int]:
+        """The number of a layer's operator in this pass, which its node of backward has too."""
+        step = self.at["step"] % (self.plan.steps + 1)  # what is evaluated comes after all
+        number = step * self.plan.micro_batches + self.at.get("micro", 0)
+        number = number * (self.plan.layers + 1) + layer
+        return {"Sequence number": number, "Fwd thread id": thread}
 
-    def node(self, name: str, layer: int = -1) -> AbstractContextManager[None]:
-        """A node of backward, which has the sequence number of its operator of forward."""
-        args = {"Sequence number": self.nodes.get(layer, -1), "Fwd thread id": Thread.MAIN}
+    def node(self, name: str, layer: int) -> AbstractContextManager[None]:
         text = f"autograd::engine::evaluate_function: {name}Backward0"
+        args = self.numbered(layer, Thread.MAIN)
         return self.opened("operator", text, Part.BACKWARD, args=args)
 
     def move(self, layer: int) -> None:
         """Copy what was computed to the device of the layer, whose work waits for that."""
-        device, before = layer * self.plan.devices // self.plan.layers, self.device
+        device, before = layer * self.plan.devices // self.plan.layers, self.at["device"]
         if device != before:
             self.copy(f"PtoP (Device {before} -> Device {device})", "")
             self.at = self.at | {"device": device}
@@ -305,11 +268,9 @@ class Program(Machine):
 
     def backward(self, is_last: bool) -> None:
         """Run the nodes, and exchange each layer's gradients after the last micro-batch."""
-        node, is_again = (
-            "CompiledFunction" if self.plan.compiled else "Addmm",
-            self.plan.checkpoints,
-        )
-        with self.node("NllLoss"):
+        node = "CompiledFunction" if self.plan.compiled else "Addmm"
+        is_again = self.plan.checkpoints
+        with self.node("NllLoss", self.plan.layers):
             self.kernel("loss_backward")
         for layer in reversed(range(self.plan.layers)):
             self.move(layer)
@@ -325,8 +286,8 @@ class Program(Machine):
 
 def simulate(plan: Plan, kind: type[Program] = Program) -> list[Program]:
     """Run the whole program on a machine for each rank."""
-    barrier, starts = Barrier(plan.ranks), [0] * plan.ranks
-    programs = [kind(plan, rank, barrier, starts) for rank in range(plan.ranks)]
+    barrier, programs = Barrier(plan.ranks), list[Program]()
+    programs += [kind(plan, rank, barrier, programs) for rank in range(plan.ranks)]
     with ThreadPoolExecutor(plan.ranks) as pool:
         list(pool.map(kind.run, programs))
     return programs

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from tests.analysis.kernels.drawn_machine import Job, Machine, Span, Stream, Thread
-from tests.analysis.kernels.drawn_plans import UNLISTED, Part, Pause
+from tests.analysis.kernels.drawn_plans import TABLES, Part, Pause
 from tests.analysis.kernels.drawn_programs import KERNELS
 
 Interval = tuple[int, int]
@@ -84,7 +84,7 @@ class Truth:
         self.kernels = [job for job in self.jobs if job.kind == "kernel"]
         self.ranges = [span for span in recorded.spans if span.kind == "range"]
         self.kept = set(recorded.spans)
-        self.is_listed = self.plan.style not in UNLISTED
+        self.is_listed = self.plan.style not in TABLES["unlisted"]
         self._opened: dict[Span, list[Span]] = {}
 
     # what is open where

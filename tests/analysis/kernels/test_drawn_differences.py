@@ -67,7 +67,7 @@ def _plans() -> Iterator[Plan]:
             cut=(0.0, 1.0),
             dropped="",
             shift_ns=0,
-            hides=None,
+            hides="",
             ranks=1,
             devices=1,
             steps=4,
