@@ -15,7 +15,7 @@ import numpy as np
 from ..columns import Ints
 from ..memory.profile import Place
 from ..memory.stacks import is_of_program, short_path
-from .kineto_events import BOOKKEEPING, AnyEvent, EventBatch, TraceEvents
+from .kineto_events import BOOKKEEPING, AnyEvent, Category, EventBatch, TraceEvents
 from .trace import GroupNesting
 
 MODULE_CALL = "nn.Module: "
@@ -48,7 +48,7 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
     """The operators around the launches of `work`, and those of forward that nodes name; all
     operators if no work is given.
     """
-    operators = events.of_category("cpu_op")
+    operators = events.of_category(Category.OPERATOR)
     nodes = events.batch(event for event in operators if event.name.startswith(BOOKKEEPING))
     of_nodes = {event.args.sequence for event in nodes.events} - {None}
     launching = None if work is None else {event.args.external_id for event in work} - {None, 0}
@@ -136,7 +136,7 @@ def frames_of_program(events: TraceEvents) -> ProgramFrames:
     """The functions that no library has, and the calls of modules."""
     functions, modules = [], []
     known: dict[str, bool] = {}
-    for event in events.of_category("python_function"):
+    for event in events.of_category(Category.FUNCTION):
         name = event.name
         if name.startswith(MODULE_CALL):
             modules.append(event)
