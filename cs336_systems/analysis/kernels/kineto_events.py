@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar, cast
 
@@ -254,10 +255,6 @@ class TraceEvents:
         """All events of the category, also those without a duration."""
         return self._by_category.get(category, [])
 
-    def batch(self, events: Iterable[AnyEvent], *, counts: bool = False) -> EventBatch:
-        """Those of these events that have a duration; repeated ones count if `counts`."""
-        return self._batch(list(events), counts=counts)
-
     def collectives(self) -> dict[int | str | None, Args]:
         """What is said of each collective, its name and process group among it, by the number of
         the operator that started it.
@@ -268,9 +265,11 @@ class TraceEvents:
 
     def _batch_of(self, categories: Collection[Category]) -> EventBatch:
         """The events of the categories."""
-        return self._batch(list(chain.from_iterable(map(self.of_category, categories))))
+        events = list(chain.from_iterable(map(self.of_category, categories)))
+        return self.batch(events, counts=True)
 
-    def _batch(self, events: list[AnyEvent], *, counts: bool = True) -> EventBatch:
+    def batch(self, events: Sequence[AnyEvent], *, counts: bool = False) -> EventBatch:
+        """Those of these events that have a duration; repeated ones count if `counts`."""
         events = [event for event in events if event.dur is not None]
         what = f"events of category {events[0].cat}" if events else "events"
         try:
@@ -325,8 +324,8 @@ _NPU_TASK = re.compile(r"AI_|MIX_")
 def _by_category(events: Iterable[AnyEvent]) -> dict[Category, list[AnyEvent]]:
     """The events; those of old versions of PyTorch and of NPUs in today's categories."""
     by_category: defaultdict[Category, list[AnyEvent]] = defaultdict(list)
-    for event in events:
-        by_category[event.cat].append(event)
+    for category, neighbours in groupby(events, key=attrgetter("cat")):
+        by_category[category].extend(neighbours)
     for event in by_category.pop(Category.OPERATOR_OR_RANGE, []):
         is_operator = _OPERATOR_NAME.search(event.name)
         by_category[Category.OPERATOR if is_operator else Category.RANGE].append(event)
