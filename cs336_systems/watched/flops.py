@@ -82,6 +82,8 @@ class LoopTracer:
             counter = self._traced[number, has_backward]
             executed += count * counter.executed
             recomputed += count * counter.recomputed
+        if not executed:
+            return None, "the model computes no matmul, convolution or attention"
         per_step = (executed - recomputed) / len(steps)
         self.last = LoopFlops(per_step=per_step, recomputed_per_step=recomputed / len(steps))
         return self.last, ""
