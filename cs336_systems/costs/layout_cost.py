@@ -51,22 +51,27 @@ def layout_cost(
 
     `config` is the step in one process: its batch size and checkpoints are the layout's instead.
     """
+    peak_bytes = layout_bytes(config, layout, links)
+    if isinstance(peak_bytes, str):
+        return peak_bytes
+    return LayoutCost(
+        layout=layout,
+        time=layout_time(Rank(config=config, layout=layout), curves, links),
+        peak_bytes=peak_bytes,
+        flops=layout.global_batch * sequence_flops(config),
+    )
+
+
+def layout_bytes(config: RunConfig, layout: Layout, links: Links) -> int | str:
+    """Bytes of the tensors of the fullest rank of such a step, which take less long to foretell
+    than its time; or the reason why neither is foretold.
+    """
     try:
-        reason = why_unknown(config) or misfit(config, layout)
-    except DepthError as error:
-        reason = str(error)
-    if reason:
-        return reason
-    if layout.gpus > links.gpus_per_node and links.network_bytes_per_s is None:
-        return f"{layout.gpus} GPUs need several nodes, whose network is not known"
-    rank = Rank(config=config, layout=layout)
-    try:
-        return LayoutCost(
-            layout=layout,
-            time=layout_time(rank, curves, links),
-            peak_bytes=fullest_rank_bytes(config, layout),
-            flops=layout.global_batch * sequence_flops(config),
-        )
+        if reason := why_unknown(config) or misfit(config, layout):
+            return reason
+        if layout.gpus > links.gpus_per_node and links.network_bytes_per_s is None:
+            return f"{layout.gpus} GPUs need several nodes, whose network is not known"
+        return fullest_rank_bytes(config, layout)
     except DepthError as error:
         return str(error)
 

@@ -1,14 +1,14 @@
 """A whole training: its best layouts, how long it takes, and what it costs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
 from ..config import RunConfig
 from .curves import Curves
 from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from .layout import layouts
-from .layout_cost import LayoutCost, layout_cost
+from .layout import Layout, layouts
+from .layout_cost import LayoutCost, layout_bytes, layout_cost
 from .ranks_time import Links
 from .recipes import Recipe
 
@@ -52,14 +52,11 @@ class Training:
         """Steps of the training; its last one is whole, too."""
         return 1 if self.tokens is None else ceil(self.tokens / self.step_tokens)
 
-    def used_bytes(self, cost: LayoutCost) -> int:
-        """Memory that the fullest rank takes of its GPU, with the CUDA context and NCCL."""
-        outside = CUDA_CONTEXT_BYTES + (NCCL_BYTES if cost.layout.gpus > 1 else 0)
-        return cost.peak_bytes + outside
-
-    def fits(self, cost: LayoutCost) -> bool:
-        """Whether the fullest rank fits its GPU."""
-        return self.used_bytes(cost) <= self.memory_bytes
+    def used_bytes(self, peak_bytes: int) -> int:
+        """Memory that a rank with tensors of so many bytes takes of its GPU, with the CUDA context
+        and NCCL.
+        """
+        return peak_bytes + CUDA_CONTEXT_BYTES + (NCCL_BYTES if self.gpus > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +66,9 @@ class TrainingPlan:
     training: Training
     front: tuple[LayoutCost, ...]
     """Layouts that fit; empty if none does."""
-    smallest: LayoutCost | None
-    """The layout that takes the least memory, whether it fits or not; None if no layout is
-    foretold.
+    smallest: tuple[Layout, int] | None
+    """The layout that takes the least memory, whether it fits or not, and the bytes of its fullest
+    rank; None if no layout is foretold.
     """
     reasons: tuple[str, ...]
     """Why some layouts are not foretold."""
@@ -98,31 +95,39 @@ class TrainingPlan:
 
 def plan_training(training: Training) -> TrainingPlan:
     """The plan of a training, from the forecasts of all sensible layouts."""
-    costs, reasons = _foretold(training)
-    fitting = [cost for cost in costs if training.fits(cost)]
-    smallest = min(costs, key=lambda cost: cost.peak_bytes, default=None)
+    peaks, reasons = _peaks(training)
+    smallest = min(peaks, key=peaks.__getitem__, default=None)
     gpus = None if training.days is None else _gpus_in_days(training)
     return TrainingPlan(
         training=training,
-        front=tuple(pareto(fitting)),
-        smallest=smallest,
+        front=tuple(pareto(_fitting(training, peaks))),
+        smallest=None if smallest is None else (smallest, peaks[smallest]),
         reasons=reasons,
         gpus_in_days=gpus,
     )
 
 
-def _foretold(training: Training) -> tuple[list[LayoutCost], tuple[str, ...]]:
-    """The forecasts of all sensible layouts, and the reasons why others have none."""
-    costs, reasons = [], dict[str, None]()
+def _peaks(training: Training) -> tuple[dict[Layout, int], tuple[str, ...]]:
+    """Bytes of the fullest rank of all sensible layouts, and the reasons why others have none."""
+    peaks, reasons = dict[Layout, int](), dict[str, None]()
     tried = layouts(training.config, training.gpus, training.sequences, training.links)
     for tried_layout in tried:
         layout = replace(tried_layout, fp8=training.recipe)
-        cost = layout_cost(training.config, layout, training.curves, training.links)
-        if isinstance(cost, str):
-            reasons[cost] = None
+        peak_bytes = layout_bytes(training.config, layout, training.links)
+        if isinstance(peak_bytes, str):
+            reasons[peak_bytes] = None
         else:
-            costs.append(cost)
-    return costs, tuple(reasons)
+            peaks[layout] = peak_bytes
+    return peaks, tuple(reasons)
+
+
+def _fitting(training: Training, peaks: Mapping[Layout, int]) -> Iterator[LayoutCost]:
+    """The forecasts of the layouts that fit; the times of others are not asked for."""
+    for layout, peak_bytes in peaks.items():
+        if training.used_bytes(peak_bytes) <= training.memory_bytes:
+            cost = layout_cost(training.config, layout, training.curves, training.links)
+            assert isinstance(cost, LayoutCost)
+            yield cost
 
 
 def pareto(costs: Iterable[LayoutCost]) -> Iterator[LayoutCost]:

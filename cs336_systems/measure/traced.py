@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -23,9 +24,10 @@ from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
 from ..costs.traces import Asked, encoded
 from ..costs.tracing import tracing
-from ..model.blocks import keep_kinds
+from ..model.blocks import copy_of_kinds, keep_kinds
 from ..model.trainable import make_model
 from ..model.user_code import is_our_message, load_factory, told
+from ..model_file import is_model_file
 from .clock import StepTimes
 from .step import TrainingStep
 
@@ -55,10 +57,10 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         if factory is not None:
             # outside of the modes below, which slow imports down
             load_factory(factory)
+        known = _known_model(config)
         patches = _with_chunks if factory is None else _as_of_whole_sequences
         with tracing(axes, OF_FAST) as trace:
-            model = make_model(config)
-            kinds = keep_kinds(model, config.blocks) if config.blocks else []
+            model, kinds = _model_of(config, known, trace)
             parameters = _parameters(model, trace)
             # of a user's model the first rank, as a way of the user's may share the optimizer's
             # state otherwise; of ours the one that keeps most
@@ -74,6 +76,41 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         return Tape(failure=_reason(error))
     tape.parameters = parameters
     return tape
+
+
+Kinds = list[int]
+"""The kind of each block that a whole model has."""
+
+
+def _model_of(
+    config: RunConfig, known: tuple[nn.Module, Kinds] | None, trace: StepTrace
+) -> tuple[nn.Module, Kinds]:
+    """The model with as many blocks as the configuration asks for, and the kinds of all; the one
+    that is `known`, or else a new one.
+    """
+    if known is not None:
+        trace.adopt(known[0])
+        return known
+    model = make_model(config)
+    return model, keep_kinds(model, config.blocks) if config.blocks else []
+
+
+def _known_model(config: RunConfig) -> tuple[nn.Module, Kinds] | None:
+    """A few blocks of a configuration file's model, which is made once for all its tapes, as making
+    hundreds of layers takes longer than a step of two blocks. None for others: what a user's
+    factory makes may be nothing that can be copied.
+    """
+    if not config.blocks or not is_model_file(config.model_factory):
+        return None
+    whole = _model_without_data(config.with_defaults("blocks", "checkpoint_blocks"))
+    return copy_of_kinds(whole, config.blocks)
+
+
+@lru_cache(maxsize=1)
+def _model_without_data(config: RunConfig) -> nn.Module:
+    """The model, with tensors of meta."""
+    with tracing({}):
+        return make_model(config)
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
