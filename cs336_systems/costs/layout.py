@@ -218,6 +218,25 @@ def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> It
                 yield from _divided(config, shared, global_batch // replicas)
 
 
+def rank_layouts(config: RunConfig, links: Links) -> Iterator[Layout]:
+    """The layouts of one step of one group, without replicas and stages, that differ in what a
+    rank computes.
+    """
+    experts = blocks_of_model(config).experts or 1
+    numbers = product(
+        range(1, links.gpus_per_node + 1),
+        _powers(MOST_CONTEXT),
+        [ranks for ranks in range(1, experts + 1) if experts % ranks == 0],
+        _powers(MAX_MICRO_BATCH),
+    )
+    for tensor, context, expert, micro_batch in numbers:
+        if context > 1 and config.model.context_length // context < TOKENS_OF_CONTEXT:
+            continue
+        layout = Layout(tensor=tensor, context=context, expert=expert, micro_batch=micro_batch)
+        if not misfit(config, layout):
+            yield layout
+
+
 def _expert_groups(config: RunConfig, tensor: int, replicas: int, in_node: int) -> Iterator[int]:
     """Numbers of ranks that divide experts: one, those of a node, and as many as there are."""
     yield 1

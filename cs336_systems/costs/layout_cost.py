@@ -11,14 +11,15 @@ from .accounting import step_flops
 from .blocks import blocks_of_model
 from .curves import Curves
 from .depth import DepthError, of_depth, step_by_depth
-from .layout import Layout, misfit
+from .layout import Layout, misfit, rank_layouts
 from .layout_memory import Rank, fullest_rank_bytes
 from .layout_time import LayoutTime, layout_time
 from .memory import is_predictable
 from .ranks_time import Links
+from .recipes import Recipe
 from .tape import Names, OperationKey, OperationMaker
 from .time import flops_of
-from .traces import axes
+from .traces import axes, why_untraced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,23 @@ def layout_bytes(config: RunConfig, layout: Layout, links: Links) -> int | str:
         return str(error)
 
 
+def least_gpu_s(
+    config: RunConfig, curves: Curves, links: Links, recipe: Recipe | None = None
+) -> float:
+    """Seconds of a GPU that kernels take for a sequence in the fastest of all layouts, whether they
+    fit or not; 0 if none is foretold. No layout takes less, as other ranks only add to that.
+    """
+    times_s = []
+    for layout in rank_layouts(config, links):
+        rank = Rank(config=config, layout=replace(layout, fp8=recipe))
+        try:
+            compute_s = layout_time(rank, curves, links).compute_s
+        except DepthError:
+            return 0.0
+        times_s.append(compute_s * layout.gpus / layout.global_batch)
+    return min(times_s, default=0.0)
+
+
 def sequence_flops(config: RunConfig) -> int:
     """Model FLOPs of a training step of one sequence: of any model three times those of forward,
     as its blocks launch them, attention in full.
@@ -118,6 +136,7 @@ def why_unknown(config: RunConfig) -> str:
     """Why no layout of a step is foretold; empty if layouts are."""
     if reason := why_refused(config):
         return reason
-    if config != config.without_shortcuts or not is_predictable(of_depth(config.alone, 1)):
-        return "the step has settings whose memory is not foretold"
+    one = of_depth(config.alone, 1)
+    if config != config.without_shortcuts or not is_predictable(one):
+        return why_untraced(one) or "the step has settings whose memory is not foretold"
     return ""

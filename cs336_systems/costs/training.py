@@ -8,11 +8,47 @@ from ..config import RunConfig
 from .curves import Curves
 from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from .layout import Layout, layouts
-from .layout_cost import LayoutCost, layout_bytes, layout_cost
+from .layout_cost import LayoutCost, layout_bytes, layout_cost, least_gpu_s
 from .ranks_time import Links
 from .recipes import Recipe
 
 DAY_S, HOUR_S = 86_400, 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The sequences of a step on all GPUs, as they are asked for."""
+
+    wanted: float
+    """Number of sequences."""
+    is_tokens: bool
+    """Whether it was given in tokens, so that nearby numbers do as well."""
+
+    def sequences(self, gpus: int) -> int:
+        """The nearest number that so many GPUs can share; of tokens one that they can also divide
+        in micro-batches.
+        """
+        # fewer sequences than GPUs can be shared by dividing the model only
+        multiple = gpus if self.wanted >= gpus else 1
+        shares = self.wanted / multiple
+        return multiple * (_divisible(shares) if self.is_tokens else max(1, round(shares)))
+
+
+SHARED_CHANGE = 0.05
+"""Largest change of a batch given in tokens, so that the sequences of each GPU have more divisors:
+122 of them can be halved once only, and 128 seven times.
+"""
+
+
+def _divisible(number: float) -> int:
+    """The multiple of the largest power of 2 that is near enough to the number; 1 at least."""
+    power = 1 << int(number).bit_length()
+    while power > 1:
+        multiple = power * round(number / power)
+        if abs(multiple - number) <= SHARED_CHANGE * number:
+            return multiple
+        power //= 2
+    return max(1, round(number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +59,7 @@ class Training:
     """The step of one process."""
     gpus: int
     device_name: str
-    sequences: int
-    """Sequences of a step on all GPUs."""
+    batch: GlobalBatch
     tokens: float | None
     """Tokens of the training; None: one step."""
     price: float | None
@@ -41,6 +76,11 @@ class Training:
     """How blocks are computed in fp8; None: in the precision of the step."""
     link_source: str
     """What the rates of the links stand on, in words."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step on all GPUs."""
+        return self.batch.sequences(self.gpus)
 
     @property
     def step_tokens(self) -> int:
@@ -140,16 +180,25 @@ def pareto(costs: Iterable[LayoutCost]) -> Iterator[LayoutCost]:
 
 
 def _gpus_in_days(training: Training) -> int | None:
-    """The fewest GPUs, of whole nodes beyond one, that end in the days asked for; numbers double
-    until a step has no more sequences than GPUs.
+    """The fewest GPUs, of whole nodes beyond one, that end in the days asked for; none are tried
+    beyond one for each sequence of a step.
     """
-    gpus = 1
-    while gpus <= training.sequences:
+    limit_s = (training.days or 0) * DAY_S
+    sequence_s = least_gpu_s(training.config, training.curves, training.links, training.recipe)
+    for gpus in _numbers_of_gpus(training):
         asked = replace(training, gpus=gpus, days=None)
-        is_joined = gpus <= training.links.gpus_per_node or training.links.network_bytes_per_s
-        if training.sequences % gpus == 0 and is_joined:
-            seconds = plan_training(asked).training_s
-            if seconds is not None and seconds <= (training.days or 0) * DAY_S:
-                return gpus
-        gpus *= 2
+        # before any layout is foretold: GPUs that do nothing but compute the sequences
+        if asked.steps * asked.sequences * sequence_s > limit_s * gpus:
+            continue
+        peaks, _ = _peaks(asked)
+        if any(asked.steps * cost.step_s <= limit_s for cost in _fitting(asked, peaks)):
+            return gpus
     return None
+
+
+def _numbers_of_gpus(training: Training) -> Iterator[int]:
+    """Those of one node, and then of whole nodes, if their network is known."""
+    most, node = int(training.batch.wanted), training.links.gpus_per_node
+    yield from range(1, min(node, most) + 1)
+    if training.links.network_bytes_per_s is not None:
+        yield from range(2 * node, most + 1, node)

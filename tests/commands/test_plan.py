@@ -4,6 +4,7 @@ not known is refused.
 
 import csv
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def test_a_batch_in_tokens_is_one_that_gpus_can_divide(
     wanted = 2**22 if tokens is None else 1e6 * float(tokens[:-1])
     wanted /= context_length
     asked = PlanArguments(gpus=f"{gpus}xH100", tokens=1e12, global_batch=tokens)
-    given = asked.sequences(context_length)
+    given = asked.batch(context_length).sequences(gpus)
     multiple = gpus if wanted >= gpus else 1
     near = [
         shares
@@ -176,7 +177,7 @@ def test_a_batch_in_tokens_is_one_that_gpus_can_divide(
     else:
         assert abs(given - wanted) <= multiple / 2
     in_sequences = replace(asked, global_batch=str(122 * gpus))
-    assert in_sequences.sequences(context_length) == 122 * gpus
+    assert in_sequences.batch(context_length).sequences(gpus) == 122 * gpus
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (2**22, 1), (2**22 + 1, 2), (3 * 2**22, 3)])
@@ -203,19 +204,30 @@ def test_help_shows_every_flag_of_the_first_questions(capsys: pytest.CaptureFixt
         assert re.search(rf"^\W*{flag} ", said, re.MULTILINE), flag
 
 
-def test_half_the_gpus_of_the_answer_take_longer_than_the_days(
+@pytest.mark.parametrize(
+    ("words", "days", "smaller"),
+    [
+        (["--size", "small", "--tokens", "10B"], 0.08, lambda gpus: range(1, gpus)),
+        (["--size", "8B", "--tokens", "1T"], 12, lambda gpus: [8, gpus - 16, gpus - 8]),
+    ],
+)
+def test_fewer_gpus_than_the_answer_take_longer_than_the_days(
+    words: list[str],
+    days: float,
+    smaller: Callable[[int], Sequence[int]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--size", "small", "--tokens", "10B"]
-    assert plan(*words, "--gpus", "8xH100", "--days", "0.2") == 0
+    """By plans of these numbers; the answers are no powers of 2."""
+    assert plan(*words, "--gpus", "8xH100", "--days", str(days)) == 0
     gpus = int(re.findall(r"^([\d,]+) such GPUs", capsys.readouterr().out, re.MULTILINE)[0])
+    assert gpus & (gpus - 1)
     seconds = {"days": 86_400, "hours": 3600, "minutes": 60}
     times = []
-    for count in (gpus, gpus // 2):
+    for count in (*smaller(gpus), gpus):
         assert plan(*words, "--gpus", f"{count}xH100") == 0
         number, unit = re.findall(r"How long: ([\d.,]+) (\w+)", capsys.readouterr().out)[0]
         times.append(float(number.replace(",", "")) * seconds[unit])
-    assert times[0] <= 0.2 * 86_400 < times[1]
+    assert times[-1] <= days * 86_400 < min(times[:-1])
 
 
 def test_commands_that_run_a_row_are_accepted(

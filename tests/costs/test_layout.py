@@ -26,8 +26,8 @@ from cs336.costs.hardware import find_device
 from cs336.costs.layout import Layout, layouts
 from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank, StageMemory, fullest_rank_bytes
-from cs336.costs.layout_time import rank_operations
 from cs336.costs.memory import allocated_levels, predict_memory, rounded_bytes
+from cs336.costs.rank_operations import rank_operations
 from cs336.costs.ranks_time import Links, ranks_step_time
 from cs336.costs.tape import phases_of
 from cs336.costs.time import step_time

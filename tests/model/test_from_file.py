@@ -21,6 +21,7 @@ from cs336.costs import traces
 from cs336.costs.time import costs_by_module
 from cs336.measure.inputs import source_of
 from cs336.model.trainable import make_model
+from cs336.model.user_code import load_factory
 
 transformers = pytest.importorskip("transformers")
 DENSE = ("Llama", "Qwen2", "Qwen3", "Gemma2", "Mistral", "Phi", "Olmo2", "GPT2")
@@ -205,6 +206,30 @@ def test_a_model_that_transformers_does_not_have_is_named(tmp_path: Path) -> Non
 
 def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:
     assert "'vit'" in why({"model_type": "vit"}, tmp_path)
+
+
+def test_a_file_without_the_sizes_of_a_model_is_refused(tmp_path: Path) -> None:
+    reason = why({"model_type": "llama", "rope_theta": 10_000}, tmp_path)
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
+        assert size in reason
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *EXPERTS])
+def test_sizes_that_a_file_lacks_are_named_and_no_others(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What save_pretrained writes is whole; then a size is taken out."""
+    config = drawn(kind, 1)
+    name = written(config, tmp_path)
+    load_factory(name)
+    assert capsys.readouterr().err == ""
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    del values["vocab_size"]
+    file.write_text(json.dumps(values))
+    load_factory(name)
+    default = type(config)().vocab_size
+    assert capsys.readouterr().err.endswith(f"own: `vocab_size` {default:,}\n")
 
 
 def test_a_context_beyond_the_model_s_positions_is_refused(tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def _gpus_in_days(plan: TrainingPlan) -> str:
     training = plan.training
     if plan.gpus_in_days is None:
         return (
-            f"No number of GPUs, doubled up to one for each sequence of a step, ends in "
-            f"{training.days:g} days."
+            f"No number of GPUs, up to one for each sequence of a step, ends in {training.days:g} "
+            "days."
         )
     return f"{plan.gpus_in_days:,} such GPUs end in {training.days:g} days."
 
