@@ -5,7 +5,7 @@ layout.
 import re
 from contextlib import suppress
 from dataclasses import field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated, Any
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
@@ -205,13 +205,11 @@ def _links(
     }
     rates = {key: GIGA * rate for key, rate in given.items() if rate is not None}
     count, in_node, _ = arguments.machines
-    links = partial(
-        links_of, name, device, ceilings.collectives(name), gpus_per_node=in_node, **rates
-    )
+    measured = ceilings.collectives(name)
     if arguments.days is not None:
         with suppress(ValueError):  # no network is known, so that one node is all that is tried
-            return links(gpus=MAX_RANKS)
-    return links(gpus=count)
+            return links_of(name, device, measured, gpus=MAX_RANKS, gpus_per_node=in_node, **rates)
+    return links_of(name, device, measured, gpus=count, gpus_per_node=in_node, **rates)
 
 
 def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -> Training:

@@ -16,6 +16,7 @@ from cs336.commands.plan import PlanArguments
 from cs336.config import SIZES
 from cs336.costs.accounting import count_parameters
 from cs336.files import encode_json
+from cs336.report.sections.plan import TOP
 from cs336.studies.ceilings_files import REFERENCE
 from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import (
@@ -96,6 +97,22 @@ def test_the_first_sentences_follow_from_the_fastest_row(
         assert product == 64
         share = int(row["micro_batch"]) * int(row["accumulate"])
         assert ranks[0] * ranks[1] * share * 4096 == tokens
+
+
+@pytest.mark.parametrize("columns", [72, 80, 100, 160])
+def test_each_layout_has_one_line_of_the_table(
+    columns: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert plan(*RUN, "--output", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    begin = next(number for number, line in enumerate(lines) if line.startswith("─"))
+    for number, row in enumerate(written(tmp_path)[:TOP], start=begin + 1):
+        assert re.match(rf"{re.escape(row['layout'])} +{row['micro_batch']} ", lines[number])
 
 
 def test_no_row_of_the_front_is_slower_and_larger_than_another(tmp_path: Path) -> None:
