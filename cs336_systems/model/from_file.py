@@ -22,8 +22,8 @@ has that, and else it computes eagerly.
 """
 
 SIZE = re.compile(
-    r"(^|_)(vocab_size|hidden_size|intermediate_size|d_model|dim|embd|layers?|heads?|experts|"
-    r"per_tok|rank)$"
+    r"(^|_)(vocab_size|hidden_size|intermediate_size|d_model|dim|embd|(hidden|num|n)_layers?|heads?|"
+    r"experts|per_tok|rank)$"
 )
 """Names of the settings of a configuration that are sizes of matrices or numbers of blocks."""
 

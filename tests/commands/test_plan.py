@@ -3,6 +3,7 @@ not known is refused.
 """
 
 import csv
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -256,6 +257,23 @@ def test_commands_that_run_a_row_are_accepted(
     words = {row["run_by"] for row in written(tmp_path) if row["accumulate"] == "1"}
     (command,) = [word for word in words if word.startswith("cs336") and "check" not in word]
     assert main(["account", *command.split()[2:], "--device-name", "H100"]) == 0
+
+
+def test_account_has_the_time_that_a_plan_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a layout that a way of --parallel runs, among GPUs whose collectives nobody measured."""
+    model = ["--size", "small", "--context-length", "512"]
+    words = [*model, "--gpus", "8xH100", "--global-batch", "32", "--output", tmp_path]
+    assert plan(*words) == 0
+    wanted = {"shard": "8", "micro_batch": "4", "checkpoint": "0"}
+    (row,) = [row for row in written(tmp_path) if wanted.items() <= row.items()]
+    capsys.readouterr()
+    step = ["--precision", "bf16", "--attention", "sdpa", "--optimizer", "fused"]
+    way = ["--batch-size", "4", "--parallel", "fsdp", "--ranks", "8", "--device-name", "H100"]
+    assert main(["account", *model, *step, *way, "--json"]) == 0
+    time = json.loads(capsys.readouterr().out)["time"]
+    assert 1e3 * time["step_s"] == pytest.approx(float(row["step_ms"]), rel=0.02)
 
 
 def test_the_derivation_has_a_row_for_each_collective(tmp_path: Path) -> None:
