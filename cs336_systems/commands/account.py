@@ -102,6 +102,8 @@ class ForecastArguments(flags.OutputArguments):
     "precision",
     "optimizer",
     "fp8",
+    "bf16_moments",
+    "bf16_stream",
     "checkpoint_blocks",
     "parallel",
     "ranks",

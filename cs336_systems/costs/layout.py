@@ -125,9 +125,14 @@ class Layout:
         """Micro-batches whose activations the first stage keeps at once."""
         if self.chunks == 1:
             return min(self.pipeline, self.accumulate)
-        # forward passes of chunks before the first backward pass, as Megatron-LM schedules them
-        ahead = 2 * (self.pipeline - 1) + (self.chunks - 1) * self.pipeline + 1
-        return min(ahead / self.chunks, self.accumulate)
+        return min((self.chunks_ahead + 1) / self.chunks, self.accumulate)
+
+    @property
+    def chunks_ahead(self) -> int:
+        """Forward passes of chunks that fill an interleaved pipeline before passes alternate, as
+        Megatron-LM schedules them; as many backward passes empty it.
+        """
+        return 2 * (self.pipeline - 1) + (self.chunks - 1) * self.pipeline
 
     def neighbours(self, axis: str, gpus_per_node: int) -> int:
         """How many ranks of a group of this axis a node has."""

@@ -2,8 +2,8 @@
 the pipeline's bubble, the optimizer.
 
 Left out: latencies of the network. Collectives of a tensor group are never hidden; keys and values
-that go round while attention computes are, as far as attention takes; gathers and reductions of the
-state run beside kernels, as in `ranks_time`.
+that go round while attention computes are, as far as attention takes, and so is what interleaved
+stages send; gathers and reductions of the state run beside kernels, as in `ranks_time`.
 """
 
 from collections import Counter
@@ -278,12 +278,20 @@ class _LayoutTimer:
         return num_bytes / rate
 
     def _pipeline_s(self) -> float:
-        """Activations and gradients that stages send to each other, for which they wait."""
+        """Activations and gradients that stages send to each other, for which they wait: for all,
+        unless chunks of a stage take turns. Then another chunk computes meanwhile, but while the
+        pipeline fills and empties (NeMo's guide, "Pipeline-parallel Communication Overlap").
+        """
         layout = self._layout
         if layout.pipeline == 1:
             return 0.0
         one_s = self._send_s(self._stream_bytes / layout.tensor, "pipeline")
-        return 2 * one_s * layout.chunks * (layout.accumulate + layout.pipeline - 1)
+        if layout.chunks == 1:
+            return 2 * one_s * (layout.accumulate + layout.pipeline - 1)
+        every = layout.chunks * layout.accumulate
+        waited = min(layout.chunks_ahead, every)
+        computed_s = self._phases_s()[Phase.FORWARD] / layout.chunks
+        return 2 * (waited * one_s + (every - waited) * max(0.0, one_s - computed_s))
 
     def _data_s(self) -> tuple[float, float]:
         """What gathers and reductions of the state add to each micro-batch, and to a step."""

@@ -142,6 +142,25 @@ def test_more_chunks_shorten_the_bubble_and_keep_more_activations() -> None:
     assert one.in_flight < two.in_flight <= 2 * one.in_flight
 
 
+def test_interleaved_stages_wait_for_what_fills_and_empties_the_pipeline_alone() -> None:
+    """Twice the micro-batches: without chunks stages wait for all that they send, with chunks for
+    no more than before.
+    """
+    waited_s = {}
+    for chunks, accumulate in product((1, 2), (16, 32)):
+        numbers = {"pipeline": 4, "chunks": chunks, "accumulate": accumulate}
+        waited_s[chunks, accumulate] = cost(run(), **numbers).time.exposed_s["pipeline"]
+    # 19 hops and 35
+    assert waited_s[1, 32] / waited_s[1, 16] == pytest.approx(35 / 19)
+    assert waited_s[2, 32] == waited_s[2, 16] < waited_s[1, 16]
+    slow = replace(LINKS, node_bytes_per_s=1e6)
+    for chunks in (1, 2):
+        exposed_s = cost(run(), slow, pipeline=4, chunks=chunks, accumulate=16).time.exposed_s
+        sent_bytes = 2 * run().model.context_length * run().model.d_model
+        all_s = 2 * chunks * 16 * sent_bytes / 1e6
+        assert exposed_s["pipeline"] == pytest.approx(all_s, rel=0.2), "none is hidden"
+
+
 @pytest.mark.parametrize(("size", "tensor"), [("2.7B", 2), ("gpt2-medium", 4)])
 def test_a_tensor_rank_multiplies_what_pytorch_s_does(size: str, tensor: int) -> None:
     """The matmuls and collectives of a block that `parallelize_module` divides, in forward and
