@@ -2,6 +2,7 @@
 and parameters that others have published.
 """
 
+import csv
 import json
 import random
 import socket
@@ -15,9 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from cs336.cli import main
 from cs336.commands.configure import config_of, make_config
 from cs336.config import SIZES, Attention, Device, Mode, RunConfig
 from cs336.costs import traces
+from cs336.costs.fit import CUDA_CONTEXT_BYTES
 from cs336.costs.time import costs_by_module
 from cs336.measure.inputs import source_of
 from cs336.model.trainable import make_model
@@ -206,6 +209,29 @@ def test_a_model_that_transformers_does_not_have_is_named(tmp_path: Path) -> Non
 
 def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:
     assert "'vit'" in why({"model_type": "vit"}, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_a_plan_of_a_file_has_its_parameters_and_the_peak_of_its_own_trace(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one GPU: that of all blocks, which `account` traces."""
+    config = drawn(kind, 0)
+    step = ["--model", written(config, tmp_path), "--context-length", str(LENGTH)]
+    words = ["--gpus", "1xH100", "--global-batch", "2", "--output", str(tmp_path)]
+    assert main(["plan", *step, *words]) == 0
+    said = capsys.readouterr().out
+    parameters = sum(parameter.numel() for parameter in made_by_transformers(config).parameters())
+    assert said.startswith(f"Parameters: {parameters:,}")
+    with (tmp_path / "plan.csv").open() as file:
+        planned = [row for row in csv.DictReader(file) if row["micro_batch"] == "2"]
+    whole = next(row for row in planned if row["checkpoint"] == "0")
+    settings = ["--batch-size", "2", "--precision", "bf16", "--optimizer", "fused"]
+    assert main(["account", *step, *settings, "--device-name", "H100", "--json"]) == 0
+    traced = json.loads(capsys.readouterr().out)
+    allocated_bytes = traced["memory"]["peak"]["allocated_bytes"] + CUDA_CONTEXT_BYTES
+    assert float(whole["peak_gib"]) * 2**30 == pytest.approx(allocated_bytes, abs=2**20)
+    assert float(whole["step_ms"]) == pytest.approx(1e3 * traced["time"]["step_s"], rel=0.05)
 
 
 def test_a_file_without_the_sizes_of_a_model_is_refused(tmp_path: Path) -> None:
