@@ -2,6 +2,8 @@
 # make test    run the tests, WORKERS at a time
 # make bench   run the tests of speed, on a machine that does nothing else
 # make check   lint, formatting, types
+# make docs    the site, in build/site; a broken link fails
+# make gallery the pages of docs/gallery and their picture, from published results
 # Each sets up .venv first. PYTHON chooses the interpreter to make it from: make test PYTHON=python3.12
 # Where the dependencies are installed already, no make is needed: python benchmark_sweep.py
 
@@ -19,8 +21,9 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-comp
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 CHECK := $(VENV)/.check-installed
+DOCS := $(VENV)/.docs-installed
 
-.PHONY: sweep test bench check
+.PHONY: sweep test bench check docs gallery
 unexport PYTHONDONTWRITEBYTECODE  # containers often set it: every process would compile all of torch's modules anew
 
 sweep: $(RUNTIME)
@@ -37,6 +40,12 @@ check: $(CHECK)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs -d build/doctrees . build/site
+
+gallery: $(DEV)
+	$(BIN)/python -m tests.gallery
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -50,4 +59,8 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 
 $(CHECK): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) '.[torch,report,check]'
+	touch $@ $(RUNTIME)
+
+$(DOCS): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[torch,report,docs]'
 	touch $@ $(RUNTIME)

@@ -192,10 +192,6 @@ class RunConfig:
                     "overwrite the gradients of the micro-batch before",
                 ),
                 Rule(
-                    lambda run: not run.fp8,
-                    "{flag} cannot be combined with --fp8, whose scales are those of one batch",
-                ),
-                Rule(
                     lambda run: not (run.cast_once and run.parallel.shards_parameters),
                     "{flag} cannot be combined with --cast-once and --parallel "
                     "{config.parallel} together yet: leave out one of them",
@@ -670,8 +666,7 @@ class RunConfig:
         _shortcut(
             "Keep the residual stream and its gradient in bf16, in the place of fp32 under "
             "autocast: the kernels of norms move half of the bytes or two thirds, and what "
-            "backward reads of the stream takes half of the memory. Losses differ a little, so "
-            "--fast uses it only together with this flag. Needs --fused-blocks.",
+            "backward reads of the stream takes half of the memory. Needs --fused-blocks.",
             note="residual stream in bf16",
             rules=(FUSED_BLOCKS,),
         ),

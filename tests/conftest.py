@@ -44,6 +44,7 @@ LONG = (
     "test_disk",
     "test_imports",
     "test_statements",
+    "test_site",
     "test_nsys",
     "test_runs",
     "test_installed",

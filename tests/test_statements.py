@@ -2,8 +2,6 @@
 have, README what is printed. The forecasts of the published runs are made once for all.
 """
 
-import re
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336 import cli
-from cs336.commands.parse import parse
 from cs336.commands.rebuild import FORECAST_FOLDER, load, score_forecast, write
-from cs336.record import load_records
 from cs336.report.page.directory import Directory
 from cs336.report.page.glance import headline_of, times_of
 from cs336.report.progress import StatusLine
-from cs336.report.terminal import print_run
 from cs336.report.words import status_text
 from cs336.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_directories
@@ -27,7 +21,7 @@ from tests.report.reading import has_extremes, numbers
 from tests.statements import h100 as h100  # whose claims are registered with its import
 from tests.statements import parallel as parallel
 from tests.statements.documents import CLAIMS, ROOT, Mark, marks, read, some, table, unclaimed
-from tests.statements.results import METHOD, README, RESULTS
+from tests.statements.results import README, RESULTS
 
 Load = Callable[[Path], Directory]
 MOST_CHARACTERS = 180
@@ -182,7 +176,13 @@ def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded:
         assert has_extremes(more, [100 * share for share, _ in shares]), more
 
 
-DOCUMENTS = (README, RESULTS)
+DOCUMENTS = (README, "docs/START.md", "docs/OUTPUT.md", RESULTS)
+"""Documents whose figures all have a claim."""
+SITE = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), DATA / "README.md")
+)
+"""The documents of the site, without published tables."""
 
 MARKS = [mark for document in DOCUMENTS for mark in marks(document)]
 
@@ -196,87 +196,24 @@ def test_every_claim_is_marked_in_a_document() -> None:
     assert {mark.name for mark in MARKS} == CLAIMS.keys()
 
 
-def test_readme_is_read_in_one_breath() -> None:
-    assert len((ROOT / README).read_text().split()) <= 1200
+WORDS = {README: 1200, "docs/METHOD.md data/published/README.md": 3000, "docs/CLUSTER.md": 500}
+FIRST_WORDS, USERS = 400, ("docs/LOOP.md", "docs/PLAN.md", "docs/COURSE.md")
+"""Whoever has a slow step, wants to know whether it fits, or has the assignment to do is told where
+to go within so many words.
+"""
+
+
+@pytest.mark.parametrize("documents", WORDS)
+def test_a_document_is_read_in_one_breath(documents: str) -> None:
+    words = [word for name in documents.split() for word in (ROOT / name).read_text().split()]
+    assert len(words) <= WORDS[documents]
+
+
+def test_readme_serves_three_users_at_once() -> None:
+    first = " ".join((ROOT / README).read_text().split()[:FIRST_WORDS])
+    assert [name for name in USERS if name not in first] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_figure_has_a_source(document: str) -> None:
     assert unclaimed(document) == []
-
-
-@pytest.mark.parametrize(
-    "document", [*DOCUMENTS, METHOD, "data/published/README.md", "CONTRIBUTING.md"]
-)
-def test_what_is_linked_is_there(document: str) -> None:
-    text = (ROOT / document).read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert ((ROOT / document).parent / target).exists(), target
-
-
-SCRIPTS = {
-    "python benchmark.py": "benchmark",
-    "python benchmark_sweep.py": "sweep",
-    "sweep": "sweep",
-}
-COMMAND = re.compile(
-    rf"(?m)(?:^|`|\$ )((?:{'|'.join(map(re.escape, SCRIPTS))}|cs336 [a-z]+) [^`#\n]*)"
-)
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, METHOD])
-def test_commands_are_spelt_as_the_program_takes_them(document: str) -> None:
-    text = (ROOT / document).read_text()
-    commands = COMMAND.findall(text)
-    assert commands
-    for command in commands:
-        script = next((script for script in SCRIPTS if command.startswith(f"{script} ")), None)
-        name, words = (
-            (SCRIPTS[script], command[len(script) :]) if script else command.split(" ", 2)[1:]
-        )
-        argv = shlex.split(words)
-        if argv and argv != ["--help"] and "..." not in command:
-            argv = [
-                f" {word}" if name == "compare" and word.startswith("--size ") else word
-                for word in argv
-            ]
-            parse(cli._arguments(name), command, argv)  # prints what is wrong, and exits
-
-
-SHOWN = re.findall(r"```console\n\$ ([^\n]*)\n(.*?)```", (ROOT / README).read_text(), re.DOTALL)
-"""Commands of README with what they print."""
-
-
-@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_a_command_prints_what_readme_shows(
-    command: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(ROOT)
-    if command.startswith("cs336 benchmark "):
-        print_committed_run(command)
-    else:
-        program, *argv = shlex.split(command)
-        assert (program, cli.main(argv)) == ("cs336", 0)
-    printed = "\n" + "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    parts = f"\n{shown.rstrip()}".split("\n…\n")
-    assert re.search(r"\n(?:.*\n)*?".join(map(re.escape, parts)), printed), printed
-
-
-def print_committed_run(command: str) -> None:
-    """What `cs336 benchmark` printed of the run of this command, which README links to."""
-    directory = Path("data/published/e2e_benchmark/train")
-    assert f"]({directory}/)" in read(README)
-    (record,) = (
-        record
-        for record in load_records(directory / "runs")[0]
-        if command
-        == f"cs336 benchmark --size {record.config.size} --context-length "
-        f"{record.config.model.context_length} --mixed-precision"
-        and record.config.precision == "bf16"
-    )
-    print_run(
-        record,
-        directory / "runs" / f"{record.key}.json",
-        load_ceilings(Path("data/published/ceilings")),
-    )

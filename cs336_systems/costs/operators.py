@@ -119,21 +119,59 @@ def _attention_kernel(trace: StepTrace, call: Dispatch) -> None:
     _attention(trace, Form.ATTENTION, *call.ins[:2])
 
 
-def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
-    """Record the backward kernel of fused attention and its buffers.
-
-    Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
-    multiplies output and gradient (cuda/attention_backward.cu).
+def _flash_attention_backward(trace: StepTrace, call: Dispatch) -> None:
+    """Record flash's backward kernel of attention and its buffers: it sums the queries' gradient
+    in fp32 (flash_attn/flash_api.cpp).
     """
     q, k = call.ins[1:3]
     batch, heads, queries, d_head = q.shape
     rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
     trace.workspace("row sums of output x gradient", rows, 4)
     padded = f"{rows} {trace.names.product(d_head)}^32"
-    if q.dtype not in HALF:
-        padded = trace.names.product(q.numel())
     trace.workspace("workspace of fused attention", padded, 4)
     _attention(trace, Form.ATTENTION_BACKWARD, q, k)
+
+
+def _efficient_attention_backward(trace: StepTrace, call: Dispatch) -> None:
+    """Record the backward pass of the memory-efficient attention and its buffers: as sizes and in
+    the order in which an H200 makes them for 216 shapes (PyTorch 2.11).
+
+    In fp32 the product of output and gradient is summed before the kernel, and copied
+    (cuda/attention_backward.cu).
+    """
+    q, k = call.ins[1:3]
+    batch, heads, queries, d_head = q.shape
+    pairs = trace.names.product(batch * heads)
+    sums = ("row sums of output x gradient", f"{pairs} {trace.names.product(queries)}", 4)
+    if q.dtype not in HALF:
+        product = ("output x gradient", trace.names.product(q.numel()), 4)
+        trace.workspaces([product, sums, sums])
+    padded, width = f"{pairs} {trace.names.product(queries)}^64 {d_head}^64", 4
+    if not trace.names.axes:  # one allocation, whose size is no product of axes
+        padded, width = str(batch * heads * _efficient_bytes(q, k)), 1
+    trace.workspaces([sums, ("workspace of fused attention", padded, width)])
+    _attention(trace, Form.ATTENTION_BACKWARD, q, k)
+
+
+def _efficient_bytes(q: Tensor, k: Tensor) -> int:
+    """Bytes of the workspace for each head of each sequence.
+
+    The queries' gradient is summed in tiles with 16 bytes of locks. Beyond 128 columns in half
+    precision, so are those of keys and values, whose blocks of keys are shared out to at most 200
+    blocks of threads (workspace_size in cuda/mem_eff_attention/kernel_backward.h, and
+    cuda/attention_backward.cu).
+    """
+    batch, heads, queries, d_head = q.shape
+    is_half = q.dtype in HALF
+    rows, columns = 64, 64
+    if d_head > 64:
+        rows, columns = 128, 128 if is_half and d_head <= 128 else 64
+    tiles = -(-queries // rows) * -(-d_head // columns)
+    size = tiles * (16 + 4 * rows * columns)
+    if is_half and d_head > 128:
+        splits = max(1, min(-(-k.shape[2] // columns), 200 // (batch * heads)))
+        size += 2 * splits * columns * round_up(d_head, rows) * 4
+    return size
 
 
 def _cudnn_attention_backward(trace: StepTrace, call: Dispatch) -> None:
@@ -293,11 +331,11 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "_grouped_mm": _grouped_matmul,
     "_scaled_grouped_mm": _grouped_matmul,
     "_scaled_dot_product_flash_attention": _attention_kernel,
-    "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
     "_scaled_dot_product_cudnn_attention": _attention_kernel,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "_scaled_dot_product_efficient_attention": _attention_kernel,
-    "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
     **dict.fromkeys(["convolution", "convolution_backward"], _convolution),
     **dict.fromkeys(["sum", "mean"], _reduction),
     "embedding_dense_backward": _embedding_backward,

@@ -16,6 +16,7 @@ from cs336.costs.allocator import MIB, Addresses
 from cs336.costs.tracing import tracing
 
 CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 @contextmanager
@@ -56,6 +57,36 @@ def test_workspace_of_cudnns_attention_is_that_measured(
         trace.begin(Phase.BACKWARD)
         out.backward(torch.empty_like(out))
     assert sizes(trace, "workspace of fused attention") == [measured]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d_head", "queries", "keys", "measured"),
+    [
+        (torch.float32, 8, 256, 256, 984_000),
+        (torch.float32, 64, 130, 70, 738_000),
+        (torch.float32, 80, 200, 200, 1_967_040),
+        (torch.float32, 256, 1000, 1000, 15_736_320),
+        (torch.bfloat16, 40, 1000, 1000, 3_936_000),
+        (torch.bfloat16, 96, 130, 70, 1_966_560),
+        (torch.bfloat16, 160, 130, 70, 6_882_720),
+        (torch.bfloat16, 160, 1000, 1000, 37_361_280),
+        (torch.bfloat16, 256, 256, 256, 11_798_400),
+    ],
+)
+def test_buffers_of_efficient_attention_are_those_measured(
+    dtype, d_head, queries, keys, measured
+) -> None:
+    """In fp32 the gradient's product with the output and its sums, which are made twice."""
+    q = on_meta(3, 5, queries, d_head, dtype=dtype, grad=True)
+    k, v = [on_meta(3, 5, keys, d_head, dtype=dtype) for _ in "kv"]
+    with traced() as trace:
+        out = EFFICIENT(q, k, v, None, True, 0.0, False)[0]
+        trace.begin(Phase.BACKWARD)
+        out.backward(torch.empty_like(out))
+    assert sizes(trace, "workspace of fused attention") == [measured]
+    count, product = (3, [4 * q.numel()]) if dtype is torch.float32 else (1, [])
+    assert sizes(trace, "row sums") == count * [3 * 5 * queries * 4]
+    assert sizes(trace, "output x gradient") == product
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def attend_backward(
     bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` before its rotation, and of its bias; with a bias and `measures` the
-    first's scale.
+    """Gradients of `packed` before its rotation, and of its bias; with `measures` the first's
+    scale.
     """
     result = torch.empty_like(packed)
     dq, dk, dv = _parts(result, num_heads)
@@ -70,9 +70,9 @@ def attend_backward(
     q, k, v = _parts(packed, num_heads)
     _flash_attn_bwd(q, k, v, values, of_values, lse, causal=True, dq=dq, dk=dk, dv=dv)
     if rotations is not None:
-        packed_kernel.rotate(result, rotations, back=True)
-    if bias_type is None:
-        return result, lse.new_empty(0), lse.new_empty(0)
+        scale = packed_kernel.rotate_back(result, rotations, measures)
+        return result, lse.new_empty(0), scale
+    assert bias_type is not None, "attention without rotations has biases"
     return result, *packed_kernel.packed_bias_backward(
         result, gradient, bias_type, measures=measures
     )

@@ -118,10 +118,9 @@ class PackedAttention(SelfAttention):
         """Queries, keys and values of all heads, side by side, and a tag; `values` computes
         their bias's gradient.
         """
-        x = to_autocast_dtype(x)
-        if self.packed.bias is None:
-            return self.packed.matmul(x, largest)
-        return self.packed._replace(bias=self.packed.bias.detach()).matmul(x, largest, tags=True)
+        bias = None if self.packed.bias is None else self.packed.bias.detach()
+        packed = self.packed._replace(bias=bias)
+        return packed.matmul(to_autocast_dtype(x), largest, tags=True)
 
     def values(
         self,
@@ -139,7 +138,7 @@ class PackedAttention(SelfAttention):
         if self._packs:
             return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)
         if rotations is not None:
-            heads = rope_heads(projected, rotations)
+            heads = rope_heads(projected, rotations, tag)
         else:
             assert self.packed.bias is not None, "attention without biases has rotations"
             heads = cut_heads(projected, self.packed.bias, self.num_heads, tag)
@@ -194,11 +193,9 @@ class CopiedFeedForward(nn.Module):
     def expand(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_hidden"], Tag | None]:
-        """The result of w1 and its tag; for SwiGLU those of w1 and w3, side by side, without a
-        tag.
-        """
+        """The result of w1 and its tag; for SwiGLU those of w1 and w3, side by side."""
         if self._is_gated:
-            return self.first.matmul(to_autocast_dtype(x), largest)[0], None
+            return self.first.matmul(to_autocast_dtype(x), largest, tags=True)
         return cast("CopiedLinear", self.w1).tagged(x, largest)
 
     def activate(
@@ -208,7 +205,7 @@ class CopiedFeedForward(nn.Module):
         tag.
         """
         if self._is_gated:
-            return swiglu(hidden), None
+            return swiglu(hidden, tag)
         if self.deferred_bias is None:
             return F.gelu(hidden, approximate="tanh"), None
         return bias_gelu(hidden, self.deferred_bias, tag)

@@ -52,17 +52,17 @@ def fastest(
 
     `is_usable` says of a package whether it can be used, in the place of `is_installed`.
 
-    On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by
-    one with fused kernels between their matmuls, on Hopper with the packages of `.[fused]`
-    activations within matmuls and, unless another kernel of attention is named, FlashAttention 4,
-    fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary
-    padded where its size is no multiple of `MATMUL_MULTIPLE`. A GPU known to have no bf16 keeps its
-    precision. A user's own model gets what works for any model: bf16, compilation, fused AdamW. If
-    PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there
-    are no graphs; grouped queries exclude the former two. A user's own model with sharded
-    parameters is not compiled. On a CPU compilation
-    costs more than it saves and bf16 is seldom faster, so both stay as configured. The memory
-    profiler cannot see inside a graph, so it excludes graphs.
+    On a GPU: bf16 with weights cast once, split masters and the residual stream, fused attention,
+    blocks compiled one by one with fused kernels between their matmuls, on Hopper with the packages
+    of `.[fused]` activations within matmuls and, unless another kernel of attention is named,
+    FlashAttention 4, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and
+    a vocabulary padded where its size is no multiple of `MATMUL_MULTIPLE`. A GPU known to have no
+    bf16 keeps its precision. A user's own model gets what works for any model: bf16, compilation,
+    fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not
+    fused and there are no graphs; grouped queries exclude the former two. A user's own model with
+    sharded parameters is not compiled. On a CPU compilation costs more than it saves and bf16 is
+    seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it
+    excludes graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     common = replace(config, optimizer=optimizer)
@@ -127,6 +127,7 @@ def _of_fast_model(
         "fused_blocks": has_copies,
         "fused_activations": fuses_activations,
         "packed_attention": packs_attention,
+        "bf16_stream": has_copies,
         "cuda_graph": warms_up and can_replay and config.parallel.takes_any_tensor,
     }
 

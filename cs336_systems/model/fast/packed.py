@@ -26,10 +26,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..transformer import Rotations, rotate_pairs
-from .fp8 import Tag, scale_if
+from .fp8 import Largest, Tag, magnitudes, scale_if, scale_of
 from .operators import operator
 
 Heads = Float[Tensor, "batch seq heads d_head"]
+PART = 1024
+"""Columns of a row in one program of the kernels of SwiGLU and RoPE, which find the largest
+magnitude of each part.
+"""
 
 
 def cut_heads(
@@ -77,29 +81,63 @@ class _CutHeads(torch.autograd.Function):
         return of_packed, of_bias, None, scale if ctx.is_tagged else None
 
 
-@operator("packed_kernel.swiglu")
-def swiglu(packed: Tensor) -> Tensor:
+def swiglu(
+    packed: Float[Tensor, "... twice_d_ff"], tag: Tag | None = None
+) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
     """silu(gate) x up, whose factors are the halves of the last axis of `packed`; on a GPU computed
     in fp32 and rounded once, elsewhere rounded after each operation.
+
+    With a `tag`, that of `packed` (fp8.py), the last result has the first one's largest magnitudes.
+    """
+    result, largest = _swiglu(packed, tag)
+    return result, None if tag is None else largest
+
+
+@operator("packed_kernel.swiglu")
+def _swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`swiglu`; its last result has a magnitude for each PART of a row, and is empty without a
+    tag.
     """
     gate, up = packed.contiguous().chunk(2, dim=-1)
-    return F.silu(gate) * up
+    result = F.silu(gate) * up
+    return result, magnitudes(result, num_parts(result, tag is not None))
+
+
+def num_parts(x: Float[Tensor, "... columns"], measures: bool) -> int:
+    """How many magnitudes a kernel finds that writes a PART of a row of x in each program; 0
+    unless it `measures`.
+    """
+    width = x.shape[-1]
+    return x.numel() // width * -(-width // PART) if measures else 0
 
 
 @operator("packed_kernel.swiglu_backward")
-def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
-    """Gradient of `packed` from the gradient of the result."""
+def _swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor]:
+    """Gradient of `packed` from the gradient of the result, and the former's magnitudes, of
+    which there are none unless `measures`.
+    """
     gate, up = packed.contiguous().chunk(2, dim=-1)
-    return torch.cat(
-        (torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1
-    )
+    of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+    result = torch.cat((of_gate, gradient * F.silu(gate)), dim=-1)
+    return result, magnitudes(result, num_parts(gradient, measures))
+
+
+def rope_heads(
+    packed: Float[Tensor, "batch seq thrice_d_model"], rotations: Rotations, tag: Tag | None = None
+) -> tuple[Heads, Heads, Heads]:
+    """The heads of q, k and v, which are side by side in `packed`; q and k are rotated by RoPE.
+
+    Backward computes the scale that is the gradient of the `tag` of `packed` (fp8.py).
+    """
+    return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(packed, rotations, tag))
 
 
 @operator("packed_kernel.rope_heads")
-def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as (batch, seq, heads, d_head) from `packed` (batch, seq, 3 d_model), where they
-    are side by side; q and k are rotated by RoPE (`rotations`: seq, pairs, 2).
-    """
+def _rope_heads(
+    packed: Tensor, rotations: Tensor, tag: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope_heads`, for `rotations` (seq, pairs, 2)."""
+    del tag
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return (
         rotate_pairs(q, rotations),
@@ -109,11 +147,16 @@ def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 @operator("packed_kernel.rope_heads_backward")
-def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    """Gradient of `packed` from those of the heads: q and k are rotated back."""
+def _rope_heads_backward(
+    q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, measures: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `packed` from those of the heads, of which q and k are rotated back, and its
+    magnitudes, of which there are none unless `measures`.
+    """
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
-    return torch.stack((*turned, v), dim=2).flatten(2)
+    packed = torch.stack((*turned, v), dim=2).flatten(2)
+    return packed, magnitudes(packed, num_parts(q.flatten(2), measures))
 
 
 @operator("packed_kernel.cut_heads_backward")
@@ -127,26 +170,40 @@ def _cut_heads_backward(
     return packed, packed.float().sum(dim=(0, 1)).to(bias_type), scale_if(packed, measures)
 
 
-def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:
-    """Gradient of the argument of `swiglu`."""
-    (packed,) = ctx.saved_tensors
-    return cast(Tensor, _swiglu_backward(packed, gradient))
+def _keep_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Any) -> None:
+    """Save for backward what `_differentiate_swiglu` needs."""
+    packed, tag = inputs
+    ctx.save_for_backward(packed)
+    ctx.is_tagged = tag is not None
+    ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    """Gradients of the arguments of `rope_heads`."""
-    (rotations,) = ctx.saved_tensors
-    return cast(Tensor, _rope_heads_backward(q, k, v, rotations)), None
+def _differentiate_swiglu(
+    ctx: Any, gradient: Tensor, _largest: None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the arguments of `_swiglu`."""
+    of_packed, largest = _swiglu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
+    return of_packed, scale_of(largest).view(1) if ctx.is_tagged else None
 
 
-def _keep_last(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:
-    """Save the last argument of a custom operator for its backward."""
+def _keep_rotations(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: object) -> None:
+    """Save for backward what `_differentiate_rope_heads` needs."""
     del output
-    ctx.save_for_backward(inputs[-1])
+    _, rotations, tag = inputs
+    ctx.save_for_backward(rotations)
+    ctx.is_tagged = tag is not None
 
 
-swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_last)
-rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_last)
+def _differentiate_rope_heads(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, None, Tensor | None]:
+    """Gradients of the arguments of `_rope_heads`."""
+    of_packed, largest = _rope_heads_backward(q, k, v, *ctx.saved_tensors, ctx.is_tagged)
+    return of_packed, None, scale_of(largest).view(1) if ctx.is_tagged else None
+
+
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
+_rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_rotations)
 
 
 def packed_attention(
@@ -160,10 +217,9 @@ def packed_attention(
     k are overwritten.
 
     A `bias` has been added to `packed` already, without a gradient; backward of this function
-    computes its gradient, and the scale that is the gradient of the tag (fp8.py), which only comes
-    with a bias. The bias's gradient is computed from two facts: a query's weights sum to 1, and a
-    bias of k changes no weight, which is not so after a rotation: with `rotations` there may be no
-    bias.
+    computes its gradient, and the scale that is the gradient of the tag (fp8.py). The bias's
+    gradient is computed from two facts: a query's weights sum to 1, and a bias of k changes no
+    weight, which is not so after a rotation: with `rotations` there may be no bias.
     """
     assert rotations is None or (bias is None and packed.shape[1] == len(rotations))
     assert bias is None or bias.shape == packed.shape[-1:]

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8 import scale_of
 from .fused_blocks_kernel import STAGES, block_columns, magnitude, num_programs, summed
+from .packed import PART, num_parts
 
-BLOCK = 1024
-"""Elements of a part in one program; each thread has 8, which are 16 bytes."""
 NUM_WARPS = 4
+"""Warps of a program of PART columns: each thread has 8, which are 16 bytes."""
 BIASED_BLOCK = 256
 """Elements of a part in one program that also sums the gradients of biases."""
 SUM_TILE, SUM_WARPS = (8, 512), 2
@@ -25,64 +26,75 @@ warps.
 """
 
 
-def swiglu(packed: Tensor) -> Tensor:
+def swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
     """silu(gate) x up for `packed`, whose last axis has the columns of the gate and then those of
-    up.
+    up; with a tag also the largest magnitude of each PART of a row, else an empty tensor.
     """
+    measures = tag is not None
     packed = packed.contiguous()
     width = packed.shape[-1] // 2
     result = packed.new_empty(*packed.shape[:-1], width)
-    _swiglu_values[_grid(result, width)](packed, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return result
+    largest = _unmeasured(result, num_parts(result, measures))
+    _swiglu_values[_grid(result, width)](
+        packed, result, largest, width, MEASURES=measures, BLOCK=PART, num_warps=NUM_WARPS
+    )
+    return result, largest
 
 
-def swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
-    """Gradient of `packed` from the gradient of `swiglu(packed)`."""
+def swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor]:
+    """Gradient of `packed` from the gradient of `swiglu(packed)`, and its magnitudes, of which
+    there are none unless `measures`.
+    """
     packed, gradient = packed.contiguous(), gradient.contiguous()
     width = gradient.shape[-1]
     result = torch.empty_like(packed)
+    largest = _unmeasured(result, num_parts(gradient, measures))
     _swiglu_grads[_grid(gradient, width)](
-        packed, gradient, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS
+        packed, gradient, result, largest, width, MEASURES=measures, BLOCK=PART, num_warps=NUM_WARPS
     )
-    return result
+    return result, largest
 
 
-def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rope_heads(
+    packed: Tensor, rotations: Tensor, tag: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split `packed` (batch, seq, 3 d_model) into q, k and v by heads, and rotate q and k by
     RoPE.
     """
+    del tag
     packed = packed.contiguous()
     d_head = 2 * rotations.shape[1]
     shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)
     q, k, v = (packed.new_empty(shape) for _ in range(3))
-    _launch_rope(packed, q, k, v, rotations, back=False)
+    _launch_rope(packed, q, k, v, rotations, None)
     return q, k, v
 
 
-def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    """Gradient of `packed`, a row of q, k and v for each token; the gradients of q and k are
-    rotated back.
+def rope_heads_backward(
+    q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, measures: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `packed`, a row of q, k and v for each token, and its magnitudes, of which there
+    are none unless `measures`; the gradients of q and k are rotated back.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
-    _launch_rope(packed, q, k, v, rotations, back=True)
-    return packed
+    largest = _unmeasured(q, num_parts(q.flatten(2), measures))
+    _launch_rope(packed, q, k, v, rotations, largest)
+    return packed, largest
 
 
-def rotate(packed: Tensor, rotations: Tensor, *, back: bool = False) -> None:
-    """Rotate q and k in place, or back."""
-    assert packed.is_contiguous()
-    width = packed.shape[-1] // 3
-    _rope_packed[packed.numel() // (3 * width), triton.cdiv(2 * width, BLOCK)](
-        packed,
-        rotations.contiguous(),
-        packed.shape[1],
-        width,
-        D_HEAD=2 * rotations.shape[1],
-        BACK=back,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+def rotate(packed: Tensor, rotations: Tensor) -> None:
+    """Rotate q and k in place."""
+    _launch_rotation(packed, rotations, None)
+
+
+def rotate_back(packed: Tensor, rotations: Tensor, measures: bool) -> Tensor:
+    """Rotate q and k back, in place; the result is the fp8 scale of `packed` after it, as one
+    element, and empty unless `measures`.
+    """
+    largest = _unmeasured(packed, num_parts(packed, measures))
+    _launch_rotation(packed, rotations, largest)
+    return scale_of(largest).view(1) if measures else largest
 
 
 def cut_heads_backward(
@@ -154,10 +166,17 @@ def packed_bias_backward(
     return summed(partial, bias_type, maxima)[1:]
 
 
+def _unmeasured(like: Tensor, parts: int) -> Tensor:
+    """Room for as many magnitudes, on the device of another tensor."""
+    return torch.empty(parts, dtype=torch.float32, device=like.device)
+
+
 def _launch_rope(
-    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool
+    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, largest: Tensor | None
 ) -> None:
-    """Split `packed` into rotated q and k, and v; with `back` assemble it from these."""
+    """Split `packed` into rotated q and k, and v; assemble it from these where `largest` is given,
+    which gets its magnitudes if it has room for them.
+    """
     width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
         packed,
@@ -165,23 +184,56 @@ def _launch_rope(
         k,
         v,
         rotations.contiguous(),
+        largest,
         packed.shape[1],
         width,
         D_HEAD=2 * rotations.shape[1],
-        BACK=back,
-        BLOCK=BLOCK,
+        BACK=largest is not None,
+        MEASURES=largest is not None and largest.numel() > 0,
+        BLOCK=PART,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _launch_rotation(packed: Tensor, rotations: Tensor, largest: Tensor | None) -> None:
+    """Rotate q and k in place; rotate them back where `largest` is given, which gets the
+    magnitudes of all three parts if it has room for them.
+    """
+    assert packed.is_contiguous()
+    width = packed.shape[-1] // 3
+    measures = largest is not None and largest.numel() > 0
+    columns = (3 if measures else 2) * width
+    _rope_packed[packed.numel() // (3 * width), triton.cdiv(columns, PART)](
+        packed,
+        rotations.contiguous(),
+        largest,
+        packed.shape[1],
+        width,
+        D_HEAD=2 * rotations.shape[1],
+        BACK=largest is not None,
+        MEASURES=measures,
+        BLOCK=PART,
         num_warps=NUM_WARPS,
     )
 
 
 def _grid(part: Tensor, width: int) -> tuple[int, int]:
-    """One program for each row and each BLOCK of its columns."""
-    return part.numel() // width, triton.cdiv(width, BLOCK)
+    """One program for each row and each PART of its columns."""
+    return part.numel() // width, triton.cdiv(width, PART)
 
 
 @triton.jit
-def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
-    """SwiGLU of a part of one row."""
+def _keep_largest(largest, sizes, inside):
+    """Store the largest of a program's magnitudes, the number of the program's part in its row
+    being that of the grid's second axis.
+    """
+    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(largest + part, tl.max(tl.where(inside, sizes, 0.0), 0))
+
+
+@triton.jit
+def _swiglu_values(packed, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr):
+    """SwiGLU of a part of one row, and its largest magnitude."""
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(width, BLOCK)
     at = packed + row * 2 * width + column
@@ -189,11 +241,15 @@ def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
     up = tl.load(at + width, mask=inside).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
     tl.store(result + row * width + column, value.to(result.dtype.element_ty), mask=inside)
+    if MEASURES:
+        _keep_largest(largest, magnitude(value, result), inside)
 
 
 @triton.jit
-def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
-    """Gradients of gate and up of a part of one row."""
+def _swiglu_grads(
+    packed, gradient, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gradients of gate and up of a part of one row, and their largest magnitude."""
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(width, BLOCK)
     whole = row * 2 * width + column
@@ -202,10 +258,12 @@ def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
     of_result = tl.load(gradient + row * width + column, mask=inside).to(tl.float32)
     share = tl.sigmoid(gate)
     of_gate = of_result * up * share * (1 + gate * (1 - share))
+    of_up = of_result * gate * share
     tl.store(result + whole, of_gate.to(result.dtype.element_ty), mask=inside)
-    tl.store(
-        result + whole + width, (of_result * gate * share).to(result.dtype.element_ty), mask=inside
-    )
+    tl.store(result + whole + width, of_up.to(result.dtype.element_ty), mask=inside)
+    if MEASURES:
+        sizes = tl.maximum(magnitude(of_gate, result), magnitude(of_up, result))
+        _keep_largest(largest, sizes, inside)
 
 
 @triton.jit
@@ -215,36 +273,53 @@ def _rope_heads(
     k,
     v,
     rotations,
+    largest,
     length,
     width,
     D_HEAD: tl.constexpr,
     BACK: tl.constexpr,
+    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Split and rotate a part of one row, or put it together and rotate it back."""
+    """Split and rotate a part of one row, or put it together, rotate it back and find its largest
+    magnitude.
+    """
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(width, BLOCK)
     cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK, BLOCK)
     whole, part = packed + row * 3 * width + column, row * width + column
-    _rope_part(whole, q + part, cos, sin, inside, BACK, BLOCK)
-    _rope_part(whole + width, k + part, cos, sin, inside, BACK, BLOCK)
-    if BACK:
-        tl.store(whole + 2 * width, tl.load(v + part, mask=inside), mask=inside)
-    else:
-        tl.store(v + part, tl.load(whole + 2 * width, mask=inside), mask=inside)
+    turned_q = _rope_part(whole, q + part, cos, sin, inside, BACK, BLOCK)
+    turned_k = _rope_part(whole + width, k + part, cos, sin, inside, BACK, BLOCK)
+    value = tl.load(v + part if BACK else whole + 2 * width, mask=inside)
+    tl.store(whole + 2 * width if BACK else v + part, value, mask=inside)
+    if MEASURES:
+        sizes = tl.maximum(magnitude(turned_q, packed), magnitude(turned_k, packed))
+        _keep_largest(largest, tl.maximum(sizes, magnitude(value, packed)), inside)
 
 
 @triton.jit
 def _rope_packed(
-    packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+    packed,
+    rotations,
+    largest,
+    length,
+    width,
+    D_HEAD: tl.constexpr,
+    BACK: tl.constexpr,
+    MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Rotate a part of the q and k of one row in place."""
+    """Rotate a part of the q and k of one row in place; find the largest magnitude of q, k or v."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < 2 * width
+    column, inside = block_columns(2 * width, BLOCK)
     cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK, BLOCK)
     at = packed + row * 3 * width + column
-    _rope_part(at, at, cos, sin, inside, BACK, BLOCK)
+    turned = _rope_part(at, at, cos, sin, inside, BACK, BLOCK)
+    if MEASURES:
+        is_value = (column >= 2 * width) & (column < 3 * width)
+        value = tl.load(at, mask=is_value, other=0.0)
+        sizes = tl.where(inside, magnitude(turned, packed), magnitude(value, packed))
+        _keep_largest(largest, sizes, inside | is_value)
 
 
 @triton.jit
@@ -363,10 +438,11 @@ def _rotation(
 
 @triton.jit
 def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate one part of a row from `whole` to `part`, or from `part` to `whole`."""
+    """Rotate one part of a row from `whole` to `part`, or from `part` to `whole`, and return it."""
     even, odd = _pairs(tl.load(part if BACK else whole, mask=inside).to(tl.float32), BLOCK)
     turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK,))
     tl.store(whole if BACK else part, turned.to(whole.dtype.element_ty), mask=inside)
+    return turned
 
 
 @triton.jit

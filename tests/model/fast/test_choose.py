@@ -56,6 +56,7 @@ CHOSEN = (
     "split_masters",
     "fused_loss",
     "fused_blocks",
+    "bf16_stream",
     "cuda_graph",
 )
 FIXED = tuple(field.name for field in fields(RunConfig) if field.name not in (*CHOSEN, "model"))
@@ -120,6 +121,7 @@ def test_the_rule_on_an_h200():
         "split_masters": True,
         "fused_loss": True,
         "fused_blocks": True,
+        "bf16_stream": True,
         "cuda_graph": True,
     }
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)

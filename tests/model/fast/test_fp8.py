@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336.measure.step import TrainingStep
 from cs336.model.fast import fp8
+from tests.model.fast.steps import gradients
 from tests.operators import Calls
 from tests.rounding import of_chain, of_sum, of_walk
 
@@ -174,15 +175,12 @@ def of(arch, **changes):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("checkpoints", ["none", "blocks", "selective"])
-@pytest.mark.parametrize(("arch", "forward", "backward"), [(Arch.CS336, 2, 2), (Arch.GPT2, 1, 0)])
+@pytest.mark.parametrize("arch", list(Arch))
 def test_units_that_kernels_hand_on_are_those_of_the_tensors(
-    arch, forward, backward, checkpoints, device, monkeypatch
+    arch, checkpoints, device, monkeypatch
 ):
-    """Other tensors are read once more for their unit: of four activations of a block what
-    attention returns.
-
-    With RoPE and SwiGLU that is also what SwiGLU returns, and of four gradients those of what these
-    two read.
+    """Of four activations of a block only what attention returns is read once more for its unit,
+    and no gradient.
     """
     settings = {"none": {}, "blocks": {"checkpoint_blocks": 2}, "selective": SELECTIVE}[checkpoints]
     model = replace(MODEL, arch=arch, attention=Attention.SDPA)
@@ -205,12 +203,35 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
         read.clear()
         loss = step.forward(step.batches())
         # of what a selective checkpoint adds up for itself the norm is its own too
-        assert len(read) == (forward + (checkpoints == "selective")) * MODEL.num_layers
+        assert len(read) == (1 + (checkpoints == "selective")) * MODEL.num_layers
         read.clear()
         step.backward(loss)
         if checkpoints == "none":
-            assert len(read) == backward * MODEL.num_layers
+            assert not read
         step.update()
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_gradients_of_micro_batches_add_up(arch):
+    """Each micro-batch has scales of its own, and halving a loss halves them: its gradients are to
+    the bit half of those that it has alone.
+    """
+    run = of(arch, fp8=True, fused_blocks=True, batch_size=2)
+    step = TrainingStep(replace(run, accumulate_steps=2))
+    batches = [step.batches() for _ in range(2)]
+    alone = []
+    for batch in batches:
+        step.backward(step.forward(batch) / 2)
+        alone.append(gradients(step))
+        step.model.zero_grad(set_to_none=True)
+    phases = step._phases([tensor for batch in batches for tensor in batch])
+    done = [next(phases) for _ in range(4)]
+    assert done == 2 * [Phase.FORWARD, Phase.BACKWARD]
+    together = gradients(step)
+    for name, gradient in together.items():
+        rounding = of_chain(torch.bfloat16, 1) * gradient.abs().max()
+        assert gradient.any(), name
+        assert (gradient - alone[0][name] - alone[1][name]).abs().max() <= rounding, name
 
 
 @pytest.mark.parametrize("arch", list(Arch))

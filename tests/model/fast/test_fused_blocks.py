@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cs336.model.fast import fused_blocks, packed
 from cs336.model.fast.fp8 import scale_of
+from cs336.model.transformer import rope_rotations
 from tests.operators import check_operator
 from tests.rounding import of_chain, of_walk
 
@@ -184,6 +185,8 @@ def test_nan_in_the_first_row_reaches_the_units(is_spoilt, device):
     if is_spoilt:
         x[0, 0] = gradient[0, 0] = math.nan
     heads = gradient.view(1, -1, 3, 2, 8).unbind(2)
+    rotations = rope_rotations(4096, 8, 10_000.0).to(device)
+    swiglu_gradient = gradient[:, :24]
     units = {
         "norm": scale_of(
             fused_blocks._add_norm(stream, x, None, gain, bias, EPS, x.dtype, tag, True)[3]
@@ -194,6 +197,9 @@ def test_nan_in_the_first_row_reaches_the_units(is_spoilt, device):
         "GELU": scale_of(fused_blocks._bias_gelu(x, bias, tag)[1]),
         "GELU's backward": fused_blocks._bias_gelu_backward(stream, bias, gradient, True)[2],
         "heads' backward": packed._cut_heads_backward(*heads, torch.bfloat16, True)[2],
+        "RoPE's backward": scale_of(packed._rope_heads_backward(*heads, rotations, True)[1]),
+        "SwiGLU": scale_of(packed._swiglu(x, tag)[1]),
+        "SwiGLU's backward": scale_of(packed._swiglu_backward(stream, swiglu_gradient, True)[1]),
     }
     assert [name for name, unit in units.items() if unit.isfinite().item() is is_spoilt] == []
 

@@ -223,15 +223,27 @@ fused_blocks_kernel.SUM_ROWS, fused_blocks_kernel.SUM_COLUMNS = (
 for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), (1, 2, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
     x = torch.randn(batch, seq, 3 * heads * d_head)
-    same(packed.rope_heads, kernel.rope_heads, x, rotations)
+    same(packed._rope_heads, kernel.rope_heads, x, rotations, None)
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
-    same(packed._rope_heads_backward, kernel.rope_heads_backward, *parts, rotations)
-    for back in (False, True):
-        here, there = x.clone(), x.clone()
-        kernel.rotate(here, rotations, back=back)
-        packed._rotate(there, rotations * torch.tensor((1, -1)) if back else rotations)
-        compare("rotated in place", here, there)
+    for measures in (False, True):
+        given = *parts, rotations, measures
+        same(packed._rope_heads_backward, kernel.rope_heads_backward, *given, has_maxima=True)
+    here, there = x.clone(), x.clone()
+    kernel.rotate(here, rotations)
+    packed._rotate(there, rotations)
+    compare("rotated in place", here, there)
+    # the largest of all is in q, in v, or in nothing but rotated elements
+    for at in ((0, 0, 1), (-1, -1, -1), None):
+        here = x.clone()
+        if at:
+            here[at] = 9.0
+        for measures in (False, True):
+            there, result = here.clone(), here.clone()
+            packed._rotate(there, rotations * torch.tensor((1, -1)))
+            unit = kernel.rotate_back(result, rotations, measures)
+            compare("rotated back in place", result, there)
+            compare("unit of rotated", 448 * unit, there.abs().max().repeat(int(measures)))
     same(packed._cut_heads_backward, kernel.cut_heads_backward, *parts, torch.float32, True)
 # rows of one tile, of several programs and of several tiles in each; columns of one block, and more
 for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
@@ -249,10 +261,12 @@ for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
             1
         ].isinf()
         of_packed[at] = 0.0
-for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
+for width in (8, 24, kernel.PART, kernel.PART + 576):
     x, gradient = torch.randn(1, 3, 2 * width), torch.randn(1, 3, width)
-    same(packed.swiglu, kernel.swiglu, x)
-    same(packed._swiglu_backward, kernel.swiglu_backward, x, gradient)
+    for tag in (None, torch.zeros(1)):
+        same(packed._swiglu, kernel.swiglu, x, tag, has_maxima=True)
+        given = x, gradient, tag is not None
+        same(packed._swiglu_backward, kernel.swiglu_backward, *given, has_maxima=True)
 print(json.dumps(found))
 """
 
@@ -500,7 +514,7 @@ def test_the_loss_and_its_gradient_are_pytorch_s(interpreted):
 
 def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted):
     result = interpreted(PACKED)
-    assert len(result) == 12
+    assert len(result) == 17
     assert all(error < 1e-5 for error in chain.from_iterable(result.values())), result
 
 

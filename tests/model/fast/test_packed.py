@@ -83,7 +83,7 @@ def test_swiglu(width, device):
     x = made(3, 7, 2 * width, dtype=dtype, device=device)
     gradient = made(3, 7, width, dtype=dtype, device=device).detach()
     wide = x.detach().float().requires_grad_()
-    result, expected = packed.swiglu(x), swiglu_of_parts(wide)
+    result, expected = packed.swiglu(x)[0], swiglu_of_parts(wide)
     result.backward(gradient)
     expected.backward(gradient.float())
     assert is_close(result, expected, dtype)
@@ -160,8 +160,10 @@ def test_a_bias_gets_the_gradients_of_all_rows(rows, device):
 def test_pytorch_finds_the_operators_well_made(device):
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     x = made(2, 4, 48, dtype=torch.float32, device=device)
-    check_operator(packed.swiglu, x)
-    check_operator(packed.rope_heads, x, rope_rotations(4, 8, 10_000.0).to(device))
+    rotations = rope_rotations(4, 8, 10_000.0).to(device)
+    for tag in (None, torch.zeros(1, device=device, requires_grad=True)):
+        check_operator(packed._swiglu, x, tag)
+        check_operator(packed._rope_heads, x, rotations, tag)
     parts = x.detach().view(2, 4, 3, 2, 8).unbind(2)
     check_operator(packed._cut_heads_backward, *parts, torch.bfloat16, True)
 
@@ -253,7 +255,8 @@ def test_pytorch_finds_attention_well_made(device):
     check_operator(packed._rotate, qkv, rotations)
     check_operator(packed._attend, qkv, 2)
     values, lse = packed._attend(qkv, 2)
-    for turn, bias_type, measures in ((rotations, None, False), (None, torch.bfloat16, True)):
+    kinds = (rotations, None, False), (rotations, None, True), (None, torch.bfloat16, True)
+    for turn, bias_type, measures in kinds:
         gradient = made(2, 16, 128, dtype=torch.bfloat16, device=device).detach()
         check_operator(
             packed._attend_backward, gradient, qkv, values, lse, turn, 2, bias_type, measures
