@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .recipes import Recipe, casts, in_fp8, takes_fp8
+from .recipes import BF16_BYTES, Recipe, casts, in_fp8, takes_fp8
 from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
 
 
@@ -57,6 +57,9 @@ def rank_operations(
             whole = getattr(maker, make)(*arguments)
             if views:
                 whole = replace(whole, views=views)
+            if recipe is not None and make == "experts":
+                # autocast leaves grouped matmuls in fp32, and recipes do not
+                whole = replace(whole, element_bytes=BF16_BYTES)
             in_recipe = in_fp8(whole) if recipe is not None and takes_fp8(whole) else whole
             made[key] = whole, _of_rank(in_recipe, tensor, context)
         whole, operation = made[key]
