@@ -373,7 +373,8 @@ def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(
     [
         (["--device-name", "H200"], True),
         (["--device-name", "B200", "--precision", "fp32"], False),
-        (["--device-name", "H100", "--parallel", "fsdp", "--ranks", "8"], False),
+        (["--device-name", "H100", "--parallel", "fsdp", "--ranks", "8"], True),
+        (["--device-name", "RTX 4090", "--parallel", "fsdp", "--ranks", "8"], False),
         (["--device-name", "H100", "--precision", "fp16"], False),
     ],
     ids=lambda value: str(value)[-30:],
@@ -381,7 +382,9 @@ def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(
 def test_a_named_device_has_a_time_or_the_reason_why_not(
     words: list[str], has_time: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No fp32 rate of a B200 is known, nor collectives of 8 H100; fp16 waits for its scaler."""
+    """No fp32 rate of a B200 is known, nor how 8 cards without NVLink are joined; fp16 waits for
+    its scaler.
+    """
     assert main(["account", "--size", "tiny", *words]) == 0
     said = capsys.readouterr().out
     assert ("A step takes" in said) is has_time
