@@ -1,10 +1,6 @@
 """The events in the JSON of torch.profiler (Kineto), with their times in whole nanoseconds."""
 
-import gzip
-import io
 import re
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,18 +10,17 @@ from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from ...files import refuse_another_kind
-from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
+from ..columns import Ints, ProfileError
 from .collectives import COLLECTIVE_OPERATOR
+from .kineto_content import TORCH_TRACE, read_content
 from .trace import MAX_TIME_NS, check_times
 
-MAX_TRACE_BYTES = 8 * 2**30
-"""Largest decompressed JSON that is read: some thirty million events."""
 EXACT_US = 2**43
 """Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a
 nanosecond.
@@ -33,7 +28,7 @@ nanosecond.
 PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count
 from 1970.
 """
-MAX_EXCERPT, MAX_FILES = 60, 3
+MAX_EXCERPT = 60
 
 BOOKKEEPING = "autograd::engine::evaluate_function: "
 """Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the
@@ -43,7 +38,6 @@ HOW_TO_TRACE = (
     "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, "
     "ProfilerActivity.CUDA])` and write with `export_chrome_trace`"
 )
-TORCH_TRACE = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
 _NOTHING = msgspec.Raw(b"[]")
 Microseconds = TypeVar("Microseconds", float, Decimal)
@@ -176,7 +170,7 @@ def read_distributed(path: Path) -> Distributed | None:
     JSON.
     """
     try:
-        content = _read(path)
+        content = read_content(path)
     except ProfileError:
         return None
     try:
@@ -224,7 +218,7 @@ class TraceEvents:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._content = _read(path)
+        self._content = read_content(path)
         file: _File[float] | _File[Decimal] = _decode(path, self._content)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = False
@@ -333,68 +327,6 @@ def _by_category(events: Iterable[AnyEvent]) -> dict[Category, list[AnyEvent]]:
         if isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
             by_category[Category.KERNEL].append(event)
     return dict(by_category)
-
-
-def _read(path: Path) -> bytes | bytearray:
-    """The JSON in the file, decompressed."""
-    head = read_head(path, len(ZIP_MAGIC), TORCH_TRACE)
-    content: bytes | bytearray = b""
-    try:
-        if head.startswith(ZIP_MAGIC):
-            content = _unzip(path)
-        elif head.startswith(GZIP_MAGIC):
-            with gzip.open(path) as file:
-                content = _decompress(cast("IO[bytes]", file))
-        elif path.stat().st_size <= MAX_TRACE_BYTES:
-            content = path.read_bytes()
-    except (
-        EOFError,
-        zlib.error,
-        gzip.BadGzipFile,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
-        raise ProfileError(
-            path, f"not a whole compressed file ({error}): copy it again or export it again"
-        ) from error
-    except OSError as error:
-        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    if max(len(content), path.stat().st_size) > MAX_TRACE_BYTES:
-        raise ProfileError(
-            path, f"needed at most {MAX_TRACE_BYTES} bytes, got more: record fewer steps"
-        )
-    if content[:100].lstrip()[:1] not in (b"{", b"["):
-        raise ProfileError(
-            path, f"needed {TORCH_TRACE}, but {what_it_is(path, bytes(content[:100]))}"
-        )
-    return content
-
-
-def _decompress(file: IO[bytes]) -> bytearray:
-    """The content up to just above MAX_TRACE_BYTES, so that a small file cannot fill the memory."""
-    content = bytearray()
-    while len(content) <= MAX_TRACE_BYTES and (part := file.read(2**20)):
-        content += part
-    return content
-
-
-def _unzip(path: Path) -> bytes | bytearray:
-    """The one file in the archive, decompressed twice if it is in gzip."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if not name.endswith("/")]
-        if len(names) != 1:
-            listed = ", ".join(names[:MAX_FILES]) or "none"
-            raise ProfileError(
-                path,
-                f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first",
-            )
-        with archive.open(names[0]) as file:
-            content = _decompress(file)
-    if not content.startswith(GZIP_MAGIC):
-        return content
-    with gzip.GzipFile(fileobj=io.BytesIO(content)) as unpacked:
-        return _decompress(cast("IO[bytes]", unpacked))
 
 
 _BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')

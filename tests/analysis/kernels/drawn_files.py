@@ -24,7 +24,7 @@ def write(file: Machine, directory: Path) -> Path:
 
 def recording_of(file: Machine) -> tracing.Recording:
     """What is in the file, as it is written for other tests too."""
-    made = tracing.Recording()
+    made, kept = tracing.Recording(), set(file.spans)
     for span in file.spans:
         place = span.name, span.start_ns, span.end_ns, tracing.PROCESS + span.thread
         args: Event = {"External id": span.operator} if span.operator else {}
@@ -34,13 +34,13 @@ def recording_of(file: Machine) -> tracing.Recording:
         category, *numbers = TABLES["categories"][span.kind]
         args |= span.args | dict.fromkeys(numbers, span.number)
         if span.name.startswith("aten::"):
-            args["Input Dims"] = [[768], [4096, 768], [768, 768]]
-            args["Input type"] = ["c10::BFloat16"] * 3
+            args |= TABLES["shapes"]
         made.spans.append(tracing.Span(*place, category=category, args=args))
     for job in file.jobs:
         args = {key: job.args[key] for key in ("Collective name", "In msg nelems") if job.args}
         args |= {"External id": job.operator} if job.operator else {}
-        launched = job.launch.start_ns, tracing.PROCESS + job.launch.thread
+        launch_ns = job.launch.start_ns if job.launch in kept else None
+        launched = launch_ns, tracing.PROCESS + job.launch.thread
         times = job.start_ns, job.end_ns - job.start_ns
         place = job.stream, job.number if job.is_in_graph else 0, job.device
         jobs = made.kernels if job.kind == "kernel" else made.copies

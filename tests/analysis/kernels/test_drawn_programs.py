@@ -1,6 +1,7 @@
 """What is said of drawn programs is true of them, or said not to be seen.
 
-`drawn_plans.py` draws, `drawn_programs.py` says what is done, `drawn_machine.py` takes its time,
+`drawn_plans.py` draws from the options of `drawn_programs.toml`, `drawn_programs.py` says what is
+done, `drawn_machine.py` takes its time, `drawn_files.py` writes it,
 `drawn_truth.py` knows, `drawn_scores.py` compares. For other seeds:
 `python -m tests.analysis.kernels.drawn_scores FIRST COUNT`.
 """

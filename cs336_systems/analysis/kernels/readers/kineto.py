@@ -14,7 +14,8 @@ import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
-from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, Args, Category, EventBatch, TraceEvents
+from ..kineto_content import TORCH_TRACE
+from ..kineto_events import HOW_TO_TRACE, Args, Category, EventBatch, TraceEvents
 from ..kineto_messages import message_of
 from ..kineto_operators import frames_of_program, linked_operators, shape_text
 from ..trace import (
