@@ -167,8 +167,15 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Flush the directory's entries to the disk, so that a new file survives a crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Flush the directory's entries to the disk, so that a new file survives a crash.
+
+    Where the system does not let a directory be opened, as Windows does not, it flushes them by
+    itself.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     finally:

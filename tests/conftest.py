@@ -19,8 +19,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 from cs336.costs import kernels
+from cs336.interrupt import STOP_SIGNALS
 from cs336.sweep import isolation
-from cs336.sweep.process import STOP_SIGNALS
 
 CHECKED = (
     "model.transformer",
@@ -54,7 +54,11 @@ LONG = (
     "test_start_up",
     "test_worker_faults",
     "test_fast",
+    "test_notebook",
+    "test_other_systems",
     "test_ways",
+    "test_step_costs",
+    "test_pytest_plugin",
 )
 """Files with few tests that take ten seconds and more."""
 

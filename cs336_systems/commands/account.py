@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +34,7 @@ from ..text import print_aside
 from . import flags
 from .configure import NamedGpu, checked_factory, make_config, make_fast_config, one_precision
 from .machine import first_gpu
-from .outcome import OK, UsageError, checked, show
+from .outcome import OK, UsageError, checked, print_page, show
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
@@ -103,7 +104,7 @@ class ForecastArguments(flags.OutputArguments):
     "optimizer",
     "fp8",
     "bf16_moments",
-    "bf16_stream",
+    "compile",
     "checkpoint_blocks",
     "parallel",
     "ranks",
@@ -117,7 +118,9 @@ class AccountArguments(flags.Flags, ForecastArguments):
     model, the peak of memory by what it holds, and the time.
 
     The numbers are those of an eager step on a GPU, or of one with --fast; computing them needs no
-    GPU, and torch only for steps whose trace does not come with the program.
+    GPU, and torch only for steps whose trace does not come with the program. With --compile default
+    memory is that of the compiled step, and no time is foretold: inductor compiles a few blocks for
+    a GPU that is not there, which takes about half a minute.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
     """
@@ -257,10 +260,11 @@ def run(arguments: AccountArguments) -> int:
     require_tapes(config)
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
-        prepare_forecasts([config], of_users=True)
+        prepare_forecasts([config.with_defaults("compile")], of_users=True)
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
-            raise UsageError(name + why_untraced(config).removeprefix(name))
+            why = why_untraced(config) or "needed a factory of a model, and this one makes a step"
+            raise UsageError(name + why.removeprefix(name))
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
     from ..report.sections.account import (
@@ -285,10 +289,11 @@ def run(arguments: AccountArguments) -> int:
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
+    sentences = [*account_answer(account)]
     show(
         section.tables if arguments.details else summary_tables(account, section),
         arguments.output,
-        account_answer(account),
+        sentences,
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
@@ -297,4 +302,10 @@ def run(arguments: AccountArguments) -> int:
             "no times are predicted, as no GPU is named and this machine has none that is "
             f"known; try {choices}"
         )
+    if not arguments.json:
+        from ..report.page.forecasts import folder_of, write_forecast_page
+
+        directory = arguments.output or folder_of("accounts", config.label)
+        title = f"What a step costs: {config.label}"
+        print_page(partial(write_forecast_page, title, sentences, section, directory))
     return OK

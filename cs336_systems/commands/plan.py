@@ -5,7 +5,7 @@ layout.
 import re
 from contextlib import suppress
 from dataclasses import field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
@@ -27,7 +27,7 @@ from ..studies.ceilings_files import Ceilings
 from . import flags
 from .account import ForecastArguments, curves_meant
 from .configure import checked_factory, make_config
-from .outcome import OK, UsageError, checked, show
+from .outcome import OK, UsageError, checked, print_page, show
 
 MAX_GB_PER_S = 1e6
 USUAL_CONTEXT = 4096
@@ -283,12 +283,20 @@ def run(arguments: PlanArguments) -> int:
     if arguments.output is not None:
         files = texts_of(section) | pngs_of(section)
         write_files(files, arguments.output, arguments.formats)
+    sentences = [*plan_answer(plan)]
     show(
         section.tables,
         arguments.output,
-        plan_answer(plan),
+        sentences,
         json=encode_json(plan_json(plan)) if arguments.json else None,
     )
+    if not arguments.json:
+        from ..report.page.forecasts import folder_of, write_forecast_page
+
+        label = f"{config.label} on {training.gpus} {training.device_name}"
+        directory = arguments.output or folder_of("plans", label)
+        title = f"A plan of training: {label}"
+        print_page(partial(write_forecast_page, title, sentences, section, directory))
     return OK
 
 

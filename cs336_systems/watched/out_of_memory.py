@@ -21,12 +21,13 @@ from torch import nn
 
 from ..config import Device, Phase
 from ..costs.fit import CUDA_CONTEXT_BYTES
+from ..costs.graphs import all_tensors
 from ..costs.tape import Category
 from ..loop_record import CACHED, Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
 from .fitting import LOSSES, Fitting, Kept, Loop, beside_call, fitting, function_of
-from .holders import Graph, Ledger, Modules, all_tensors, held_by
+from .holders import Graph, Ledger, Modules, held_by
 from .observer import Observer
 from .tokens import PassReader
 

@@ -213,9 +213,10 @@ def test_tables_and_numbers_are_written_where_asked(
 ) -> None:
     assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place"), "--tex") == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].endswith(str(tmp_path / "new" / "place"))
-    written = {path.name: path.read_text() for path in (tmp_path / "new" / "place").iterdir()}
-    assert set(written) == {"account.csv", "account.md", "account.tex"}
+    page = tmp_path / "new" / "place" / "index.html"
+    assert printed.splitlines()[-1] == f"page: {page}"
+    written = {path.name: path.read_text() for path in page.parent.iterdir()}
+    assert set(written) == {"account.csv", "account.md", "account.tex", "index.html"}
     titles = re.findall(r"^### (.*)$", written["account.md"], re.MULTILINE)
     assert len(titles) >= 4
     assert all(title.split(" ")[0] in printed for title in titles)

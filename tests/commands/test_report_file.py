@@ -1,7 +1,6 @@
 """`cs336 report FILE`: the page of one file of any program, and what becomes of it later."""
 
 import re
-import shlex
 import webbrowser
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import pytest
 
 from cs336.analysis.memory.explain import explain_memory
 from cs336.cli import main
-from cs336.commands.rebuild import page_directory, report_file
+from cs336.commands.file_page import page_directory
+from cs336.commands.rebuild import report_file
 from cs336.report.progress import StatusLine
 from tests.analysis.kernels.tracing import Recording, training, write_export
 from tests.analysis.memory.programs import Training
@@ -149,7 +149,7 @@ def test_the_page_is_shown_where_a_browser_is(
 
 
 @pytest.mark.parametrize("command", ["kernels", "memory"])
-def test_the_last_line_of_a_command_makes_the_page(
+def test_the_last_line_of_a_command_is_the_path_of_its_page(
     command: str, tmp_path: Path, snapshot: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_export(tmp_path / "a b.sqlite", training(1))
@@ -157,11 +157,10 @@ def test_the_last_line_of_a_command_makes_the_page(
         file = snapshot.rename(tmp_path / "a b.pickle")
     assert main([command, str(file)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    program, *words = shlex.split(last.removeprefix("page: "))
-    assert program == "cs336"
-    words.remove("--open")
-    assert main(words) == 0
-    assert Path("data/files/a-b/index.html").is_file()
+    assert last == "page: data/files/a-b/index.html"
+    made = Path("data/files/a-b/index.html").read_bytes()
+    assert report(str(file)) == 0
+    assert Path("data/files/a-b/index.html").read_bytes() == made
     assert main([command, str(file), "--json"]) == 0
     assert "page: " not in capsys.readouterr().out.splitlines()[-1]
 

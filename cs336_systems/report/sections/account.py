@@ -9,6 +9,7 @@ from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
+from ...costs.compiled import predict_step_memory, why_not_foretold
 from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
@@ -17,8 +18,9 @@ from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
-from ...costs.traces import idle_parameters, own_parameters, why_untraced
+from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
+from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
@@ -32,6 +34,7 @@ from ..words import (
     rounded,
     significant,
 )
+from .steps import PARTS
 
 ALL = "all"
 FLOPS = ("forward", "backward", "step")
@@ -89,7 +92,7 @@ def account_section(account: Account, top: int) -> Section:
     `top` is the most rows of the table of the peak.
     """
     config = account.config
-    prediction, parts = memory.predict_memory(config), _parts(config)
+    prediction, parts = predict_step_memory(config), _parts(config)
     tables = []
     if account.memory_bytes is not None:
         tables.append(_fit_table(config, account.memory_bytes))
@@ -105,15 +108,64 @@ def account_section(account: Account, top: int) -> Section:
     tables += _checkpoints_tables(config)
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
-    rows = list(parts.values())
-    return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+    return Section(
+        name="account",
+        tables=tuple(tables),
+        rows=list(parts.values()),
+        keys=CSV_COLUMNS,
+        pictures=tuple(_charts(account, prediction)),
+    )
+
+
+def _charts(account: Account, prediction: memory.MemoryPrediction | None) -> Iterator[Chart]:
+    """The predicted time of a step by phase, and what the predicted peak consists of."""
+    config = account.config
+    if account.time is not None:
+        times = {str(phase): 1e3 * time_s for phase, time_s in account.time.phases_s.items()}
+        yield _of_one_bar("time", "Predicted time of a step (ms)", config.label, times, PARTS)
+    if prediction is not None:
+        peak = {
+            str(category): prediction.peak.bytes_of(category) / GIB
+            for category in Category
+            if prediction.peak.bytes_of(category)
+        }
+        title = "What the predicted peak consists of (GiB)"
+        yield _of_one_bar("peak", title, config.label, peak, _CATEGORIES)
+
+
+_COLOURS = (
+    "#0072B2",
+    "#CC79A7",
+    "#222222",
+    "#F0E442",
+    "#009E73",
+    "#701C70",
+    "#56B4E9",
+    "#E69F00",
+    "#D55E00",
+    "#782000",
+    "#6A6A6A",
+    "#BBBBBB",
+)
+_CATEGORIES = {
+    str(category): Style(colour=colour) for category, colour in zip(Category, _COLOURS, strict=True)
+}
+"""Style of each category; those that a measured peak has too look as they do there."""
+
+
+def _of_one_bar(
+    name: str, title: str, label: str, parts: Mapping[str, float], styles: Mapping[str, Style]
+) -> Chart:
+    """A chart of a single bar, whose unit stands in the title."""
+    panel = Panel(label=title, bars=[Bar(name=label, parts=parts)])
+    return Chart(name=name, title=title, settings=label, panels=[panel], styles=styles)
 
 
 def account_answer(account: Account) -> Iterator[str]:
     """Whether the step fits the GPU, with its peak, and then how long it takes; nothing of what is
     not foretold.
     """
-    config, prediction = account.config, memory.predict_memory(account.config)
+    config, prediction = account.config, predict_step_memory(account.config)
     has_bytes = account.memory_bytes
     if has_bytes is None and account.device is not None:
         has_bytes = account.device.memory_bytes
@@ -141,6 +193,8 @@ def account_answer(account: Account) -> Iterator[str]:
 def _why_no_time(account: Account) -> str:
     """Why the time of the step on a known device is not foretold."""
     config, curves = account.config, account.curves
+    if is_compiled(config):
+        return "kernels of compiled steps have no times"
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
     if config.is_shared and account.links is None:
@@ -191,7 +245,7 @@ def account_json(account: Account) -> dict[str, object]:
         "active_parameters": _active_parameters(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
         "work": None,
-        "memory": memory.predict_memory(config),
+        "memory": predict_step_memory(config),
         "collectives": None,
         "time": time,
         "time_is_measured": None,
@@ -296,11 +350,14 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    notes = [
-        "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's "
-        "allocator counts it, predicted, eager, on Hopper."
-    ]
-    if prediction is None:
+    note = "FLOPs are those of matrix products, attention in full unless said."
+    if prediction is not None:
+        how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
+        note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
+    notes = [note]
+    if reason := why_not_foretold(config):
+        notes.append(f"Memory is not foretold: {reason}.")
+    elif prediction is None:
         notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
     if active is not None:
         notes.append(BALANCED)
@@ -323,7 +380,8 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
-    yield "reserved", prediction.reserved_bytes
+    if prediction.reserved_bytes is not None:
+        yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     for phase, num_bytes in prediction.after_bytes.items():
         yield f"allocated after {phase}", num_bytes
@@ -555,10 +613,10 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
         "share",
         "formula",
     )
-    notes = ["The sum of all is the peak, to the byte."]
+    notes = []
     if rest := peak.allocated_bytes - sum(part.size_bytes for part in shown):
         more = len(peak.parts) - len(shown)
-        notes.insert(0, f"{more} more hold {significant(rest / MIB)} MiB.")
+        notes.append(f"{more} more hold {significant(rest / MIB)} MiB.")
     title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
     return make_table(title, columns, rows, notes)
 

@@ -1,16 +1,15 @@
 """What a training takes on many GPUs, in three sentences, a table of layouts and a picture."""
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...config import MAX_MEASURED_RANKS, SETTINGS, SIZES, Parallel, RunConfig
+from ...config import MAX_MEASURED_RANKS, SETTINGS, SIZES, Parallel, Phase, RunConfig
 from ...costs.blocks import blocks_of_model
 from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
-from ...text import counted
+from ...text import command_line, counted
 from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
@@ -30,10 +29,12 @@ NOT_RUN = "not run here"
 TOP = 12
 """Layouts of the table and of the picture."""
 PARTS = {
-    "computing": Style(colour=list(PHASE_COLOURS.values())[1]),
-    "exposed communication": Style(colour=list(PHASE_COLOURS.values())[3], pattern="/"),
+    "computing": Style(colour=PHASE_COLOURS[Phase.FORWARD]),
+    "exposed communication": Style(
+        colour="#FFFFFF", pattern="/", ink=PHASE_COLOURS[Phase.COMMUNICATION]
+    ),
     "bubble": Style(colour="#BBBBBB"),
-    "optimizer": Style(colour=list(PHASE_COLOURS.values())[4]),
+    "optimizer": Style(colour=PHASE_COLOURS[Phase.OPTIMIZER]),
     "memory": Style(colour="#56B4E9"),
 }
 
@@ -248,7 +249,7 @@ def _command(config: RunConfig) -> str:
         if name not in ("size", "model", "device", "context_length") and not is_named:
             words += [flag_of(name, SETTINGS[name]), str(value)]
     words += ["--context-length", str(config.model.context_length)]
-    return shlex.join(words)
+    return command_line(words)
 
 
 def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
@@ -291,9 +292,12 @@ def _chart(plan: TrainingPlan) -> Chart:
             "bubble": cost.time.bubble_s,
             "optimizer": cost.time.optimizer_s,
         }
-        times.append(Bar(name=name, parts={key: 1e3 * part for key, part in parts.items()}))
+        step = (f"{significant(1e3 * cost.step_s)} ms",)
+        parts_ms = {key: 1e3 * part_s for key, part_s in parts.items()}
+        times.append(Bar(name=name, parts=parts_ms, figures=step))
         used_gib = training.used_bytes(cost.peak_bytes) / GIB
-        memories.append(Bar(name=name, parts={"memory": used_gib}))
+        used = (f"{significant(used_gib, 3)} GiB",)
+        memories.append(Bar(name=name, parts={"memory": used_gib}, figures=used))
     return Chart(
         name="layouts",
         title=f"Layouts of {training.config.label}",

@@ -183,7 +183,7 @@ def _notes(rows: list[Row], ceiling: Ceiling) -> Iterator[str]:
     whole_ms = sum(row["ms_per_step"] for row in rows)
     lost_ms = sum(row["lost_ms_per_step"] for row in rows)
     yield (
-        f"All rows add up to the step's {rounded(whole_ms)} ms, of which {rounded(lost_ms)} ms "
+        f"Of the step's {rounded(whole_ms)} ms, {rounded(lost_ms)} ms "
         f"({percent(lost_ms, whole_ms)} %) are lost."
     )
     yield (

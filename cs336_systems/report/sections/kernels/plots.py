@@ -319,7 +319,7 @@ def configuration_chart(profiles: Labelled) -> Chart | None:
         parts, step_ms = parts_ms(profile), wall_s(profile) / profile.num_steps * 1e3
         whole_ms = sum(parts.values()) or 1.0
         shares = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
-        bars.append(Bar(name=name, parts=shares, words=f"{significant(step_ms, 3)} ms"))
+        bars.append(Bar(name=name, parts=shares, figures=(f"{significant(step_ms, 3)} ms",)))
     label = "share of the step under the profiler (%); its time is on the right"
     return Chart(
         name="configurations",
@@ -356,10 +356,11 @@ def communication_chart(profiles: Labelled) -> Chart | None:
             EXPOSED: exposed_ms,
             IDLE: wall_ms - busy_ms,
         }
-        words = (
-            f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
+        figures = (
+            f"{significant(wall_ms, 3)} ms",
+            f"{significant(exposed_ms, 2)} ms communicating alone",
         )
-        bars.append(Bar(name=name, parts=parts, words=words))
+        bars.append(Bar(name=name, parts=parts, figures=figures))
     return Chart(
         name="communication",
         title="How much of a profiled step's communication is hidden",

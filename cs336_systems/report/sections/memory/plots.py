@@ -222,13 +222,13 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
 
 
 def peak_bar(label: str, entry: MemoryEntry) -> Bar:
-    """What the peak consists of, with its sum and phase as words."""
+    """What the peak consists of, with its sum and phase as figures."""
     peak, sizes = entry.profile.peak, by_category(entry.profile.peak)
     parts = {str(name): sizes[name] / GIB for name in CATEGORY_COLOURS if sizes[name]}
-    words, failure = size(peak.allocated_bytes), ""
+    figures, failure = [size(peak.allocated_bytes)], ""
     if entry.is_out_of_memory:
         failure = "out of memory"
     elif peak.phase:
-        words += f"\nin {shorten(peak.phase, LONGEST_PHASE)}"
+        figures.append(f"in {shorten(peak.phase, LONGEST_PHASE)}")
     mark = peak.reserved_bytes / GIB
-    return Bar(name=label, parts=parts, words=words, failure=failure, mark=mark)
+    return Bar(name=label, parts=parts, figures=figures, failure=failure, mark=mark)

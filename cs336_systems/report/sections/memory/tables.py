@@ -400,6 +400,11 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
+def keep_memory(profile: MemoryProfile, directory: Path) -> None:
+    """Write the profile itself into its directory."""
+    write_files({MEMORY_FILE: encode_memory_profile(profile)}, directory)
+
+
 def write_memory(
     profile: MemoryProfile, directory: Path, top: int, formats: Collection[str] = ()
 ) -> list[Path]:

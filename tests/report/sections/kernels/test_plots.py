@@ -88,7 +88,7 @@ def test_configurations_share_a_scale_of_100() -> None:
         [("small, 128", make_profile()), ("on a CPU", make_cpu_profile())]
     ).panels
     gpu, cpu = panel.bars
-    assert [(bar.name, bar.words, sum(bar.parts.values())) for bar in panel.bars] == [
+    assert [(bar.name, *bar.figures, sum(bar.parts.values())) for bar in panel.bars] == [
         ("small, 128", "26.0 ms", pytest.approx(100)),
         ("on a CPU", "32.0 ms", pytest.approx(100)),
     ]
