@@ -142,6 +142,7 @@ class StepTrace:
         self.owners: list[str | None] = []
         self.again: list[int] = []
         self.graphs: list[dict[str, int]] = []
+        self._first_node = next_sequence_number()
         self._paths: list[str | None] = []
         self._path_changes: tuple[list[int], list[str | None]] = [], []
         """Sequence numbers of autograd's next node, and the module that runs from there on."""
@@ -264,7 +265,9 @@ class StepTrace:
     def _nodes_left(self) -> Counter[str]:
         with without_modes():  # which would show meta tensors on a GPU
             nodes = sorted_nodes(tensor for tensor in all_tensors() if tensor.is_meta)
-        return Counter(self._path_of(node) or "" for node in nodes)
+        # earlier traces of this process may have left some
+        of_steps = [node for node in nodes if node._sequence_nr() >= self._first_node]
+        return Counter(self._path_of(node) or "" for node in of_steps)
 
     # tensors
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from ..config import Phase
-from ..costs.internals import current_node
+from ..costs.internals import current_node, internal
 from ..costs.tape import Category, Tape, TraceError
 from ..costs.trace import StepTrace, has_parameters
 
@@ -53,7 +53,7 @@ class _Phases:
     @contextmanager
     def told(self) -> Iterator[None]:
         """While open, calls of models, of autograd and of optimizers begin phases."""
-        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        run = internal("torch.autograd._engine_run_backward")
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             """Run backward, as a phase of the step."""

@@ -62,7 +62,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         known = _known_model(config)
         patches = _with_chunks if factory is None else _as_of_whole_sequences
         with tracing(axes, OF_FAST, compiles=is_compiled(config)) as trace:
-            made, kinds = _model_of(config, known, trace)
+            made, kinds = _made(config, known, trace)
             if isinstance(made, nn.Module):
                 parameters = _parameters(made, trace)
                 # of a user's model the first rank, as a way of the user's may share the
@@ -87,25 +87,28 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     return tape
 
 
-Made = nn.Module | Callable[[], object]
-"""A model, or the step that a user wrote as a function."""
 Kinds = list[int]
 """The kind of each block that a whole model has."""
 
 
-def _model_of(
+def _made(
     config: RunConfig, known: tuple[nn.Module, Kinds] | None, trace: StepTrace
-) -> tuple[Made, Kinds]:
-    """The model with as many blocks as the configuration asks for, and the kinds of all; the one
-    that is `known`, or else a new one.
+) -> tuple[nn.Module | Callable[[], object], Kinds]:
+    """The model with as many blocks as the configuration asks for, the one that is `known` or else
+    a new one, or the step that the user wrote as a function; and the kinds of all blocks.
     """
     if known is not None:
         trace.adopt(known[0])
         return known
-    made = _made(config)
-    if isinstance(made, nn.Module) and config.blocks:
-        return made, keep_kinds(made, config.blocks)
-    return made, []
+    if config.model_factory is None:
+        model = make_model(config)
+        return model, keep_kinds(model, config.blocks) if config.blocks else []
+    with as_if_available():
+        made = make_of_user(config, config.model_factory)
+    if not isinstance(made, nn.Module) and not config.blocks:
+        return made, []
+    model = checked_module(made).to(config.device.value)
+    return model, keep_kinds(model, config.blocks) if config.blocks else []
 
 
 def _known_model(config: RunConfig) -> tuple[nn.Module, Kinds] | None:
@@ -123,18 +126,7 @@ def _known_model(config: RunConfig) -> tuple[nn.Module, Kinds] | None:
 def _model_without_data(config: RunConfig) -> nn.Module:
     """The model, with tensors of meta."""
     with tracing({}):
-        return checked_module(_made(config))
-
-
-def _made(config: RunConfig) -> Made:
-    """The model of the configuration, or the step that the user wrote as a function."""
-    if config.model_factory is None:
         return make_model(config)
-    with as_if_available():
-        made = make_of_user(config, config.model_factory)
-    if isinstance(made, nn.Module) or config.blocks:
-        return checked_module(made).to(config.device.value)
-    return made
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:

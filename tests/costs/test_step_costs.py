@@ -131,6 +131,39 @@ def test_checkpoints_run_the_matmuls_of_blocks_again() -> None:
     assert not base_costs("lm")["recomputed_flops"]
 
 
+STEP_OF = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Linear(3, 3, device="{device}")
+
+    def step():
+        loss = model(torch.ones(2, 3, device="{device}")).sum()
+        loss.backward()
+        {more}
+
+    return step
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "told"),
+    [
+        ("cpu", "", "no tensor on a GPU"),
+        ("cuda", "loss.item()", "needs the values"),
+        ("cuda", "raise KeyError(7)", "KeyError: 7"),
+    ],
+)
+def test_why_a_step_cannot_be_traced(device: str, more: str, told: str) -> None:
+    module = module_from(STEP_OF.format(device=device, more=more))
+    sys.modules[module.__name__] = module
+    tape = traced(replace(CONFIG, model_factory=f"{module.__name__}:make"), {})
+    del sys.modules[module.__name__]
+    assert told in tape.failure
+    assert not tape.steps
+
+
 def test_a_step_that_keeps_tensors_is_not_repeated() -> None:
     """A tape as it is decoded has a third step only if that can be told from the second."""
     program = PROGRAMS["conv"]
