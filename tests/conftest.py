@@ -67,7 +67,7 @@ LONG = (
 def loops_are_not_reported_at_the_end() -> Iterator[None]:
     """Forget the loops that a test has watched, which the end of the process would report."""
     yield
-    exits = sys.modules.get("cs336.watched.exit")
+    exits = sys.modules.get("cs336.watched.loop")
     for loop in list(exits.UNREPORTED) if exits else ():
         loop.remove()
 

@@ -17,6 +17,8 @@ from ..costs.hardware import (
     find_device,
     is_short_for,
 )
+from ..costs.networks import links_of
+from ..costs.ranks_time import Links
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes
@@ -102,6 +104,8 @@ class ForecastArguments(flags.OutputArguments):
     "optimizer",
     "fp8",
     "compile",
+    "bf16_moments",
+    "bf16_stream",
     "checkpoint_blocks",
     "parallel",
     "ranks",
@@ -234,6 +238,18 @@ def curves_meant(
     return None if device is None else data_sheet_curves(device)
 
 
+def _links(
+    config: RunConfig, name: str | None, device: DeviceSpec | None, ceilings: Ceilings
+) -> tuple[Links | None, str]:
+    """How the ranks of a step are joined, and in words what says so, or why nothing does."""
+    if name is None or not config.is_shared:
+        return None, ""
+    try:
+        return links_of(name, device, ceilings.collectives(name), gpus=config.ranks)
+    except ValueError as error:
+        return None, str(error)
+
+
 @one_tracer()
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
@@ -260,6 +276,7 @@ def run(arguments: AccountArguments) -> int:
         summary_tables,
     )
 
+    links, link_source = _links(config, name, device, ceilings)
     account = Account(
         config=config,
         device=device,
@@ -267,6 +284,8 @@ def run(arguments: AccountArguments) -> int:
         collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
         curves=curves_meant(name, device, config, ceilings),
         device_name=name,
+        links=links,
+        link_source=link_source,
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:

@@ -13,7 +13,7 @@ from ..analysis.columns import ProfileError
 from ..analysis.kernels.classes import KernelRules
 from ..analysis.kernels.step_profile import read_profile
 from ..analysis.memory.profile import read_memory_profile
-from ..files import in_one_line
+from ..files import KERNEL_PROFILE, in_one_line, refuse_another_kind
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
@@ -218,6 +218,7 @@ def _file(directory: Path, _: object) -> Directory:
         return Directory(path=directory, results=results)
     profile = read_profile(kernels)
     if profile is None:
+        refuse_another_kind(kernels, kernels.read_bytes(), KERNEL_PROFILE, ProfileError)
         raise ProfileError(kernels, "not a step profile; explain the trace again")
     return Directory(
         path=directory, results=Results(records=(), kernels=[Explained(profile=profile)])

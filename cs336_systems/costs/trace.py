@@ -286,6 +286,16 @@ class StepTrace:
             self._handles[key] = self.add(None, label, size, element_bytes, shape) if size else None
         return self._handles[key]
 
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Know the tensors of a model that was made before: its parameters, buffers and others."""
+        with without_modes():
+            members = [*model.parameters(), *model.buffers()]
+            for module in model.modules():
+                members += tensors_in([*vars(module).values()])
+            for tensor in tensors_in(members):
+                shape = self._sizes_of(tensor)
+                self.tensor(tensor.untyped_storage(), "model", tensor.element_size(), shape)
+
     def _forget(self, key: int) -> None:
         self._positions.pop(key, None)
         if not self._hands_over(key):

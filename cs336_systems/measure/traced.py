@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, BinaryIO
 from unittest import mock
@@ -23,9 +24,10 @@ from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
 from ..costs.traces import FORKING, Asked, encoded, is_compiled
 from ..costs.tracing import tracing
-from ..model.blocks import keep_kinds
+from ..model.blocks import copy_of_kinds, keep_kinds
 from ..model.trainable import make_model, make_of_user
 from ..model.user_code import checked_module, is_our_message, load_factory, told
+from ..model_file import is_model_file
 from ..posix_needed import IS_POSIX
 from .clock import StepTimes
 from .own_step import as_if_available, note_gradients, note_state, own_steps
@@ -58,11 +60,11 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         if factory is not None:
             # outside of the modes below, which slow imports down
             load_factory(factory)
+        known = _known_model(config)
         patches = _with_chunks if factory is None else _as_of_whole_sequences
         with tracing(axes, OF_FAST, compiles=is_compiled(config)) as trace:
-            made = _made(config)
+            made, kinds = _made(config, known, trace)
             if isinstance(made, nn.Module):
-                kinds = keep_kinds(made, config.blocks) if config.blocks else []
                 parameters = _parameters(made, trace)
                 # of a user's model the first rank, as a way of the user's may share the
                 # optimizer's state otherwise; of ours the one that keeps most
@@ -86,15 +88,46 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     return tape
 
 
-def _made(config: RunConfig) -> nn.Module | Callable[[], object]:
-    """The model of the configuration, or the step that the user wrote as a function."""
+Kinds = list[int]
+"""The kind of each block that a whole model has."""
+
+
+def _made(
+    config: RunConfig, known: tuple[nn.Module, Kinds] | None, trace: StepTrace
+) -> tuple[nn.Module | Callable[[], object], Kinds]:
+    """The model with as many blocks as the configuration asks for, the one that is `known` or else
+    a new one, or the step that the user wrote as a function; and the kinds of all blocks.
+    """
+    if known is not None:
+        trace.adopt(known[0])
+        return known
     if config.model_factory is None:
-        return make_model(config)
+        model = make_model(config)
+        return model, keep_kinds(model, config.blocks) if config.blocks else []
     with as_if_available():
         made = make_of_user(config, config.model_factory)
-    if isinstance(made, nn.Module) or config.blocks:
-        return checked_module(made).to(config.device.value)
-    return made
+    if not isinstance(made, nn.Module) and not config.blocks:
+        return made, []
+    model = checked_module(made).to(config.device.value)
+    return model, keep_kinds(model, config.blocks) if config.blocks else []
+
+
+def _known_model(config: RunConfig) -> tuple[nn.Module, Kinds] | None:
+    """A few blocks of a configuration file's model, which is made once for all its tapes, as making
+    hundreds of layers takes longer than a step of two blocks. None for others: what a user's
+    factory makes may be nothing that can be copied.
+    """
+    if not config.blocks or not is_model_file(config.model_factory):
+        return None
+    whole = _model_without_data(config.with_defaults("blocks", "checkpoint_blocks"))
+    return copy_of_kinds(whole, config.blocks)
+
+
+@lru_cache(maxsize=1)
+def _model_without_data(config: RunConfig) -> nn.Module:
+    """The model, with tensors of meta."""
+    with tracing({}):
+        return make_model(config)
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:

@@ -10,14 +10,14 @@ from ..charts import PHASE_COLOURS, Bar, Style
 from ..columns import column
 from ..results import Results
 from ..section import Finding, finding_rows
+from ..sections.kernels.bars import STYLES, parts_ms
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import answer as answer_of_trace
 from ..sections.kernels.kinds import StepKind, step_kinds
-from ..sections.kernels.plots import STYLES, parts_ms
 from ..sections.kernels.tables import phase_rows
+from ..sections.memory.bars import CATEGORIES, peak_bar
 from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import answer as answer_of_memory
-from ..sections.memory.plots import CATEGORIES, peak_bar
 from ..sections.memory.words import check_words, size
 from ..sections.steps import BY_PHASE
 from ..words import significant

@@ -23,16 +23,16 @@ from ..configurations import step_results
 from ..quantities import StepResult
 from ..results import Results
 from ..section import Section, distinct_labels, labels
+from ..sections.kernels.bars import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import findings as kernel_findings
 from ..sections.kernels.limits import Limit, limit_of
-from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import phase_rows
 from ..sections.ladder import RungResult
 from ..sections.ladder import findings as ladder_findings
+from ..sections.memory.bars import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import findings as memory_findings
-from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.words import check_words, size
 from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
 from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant

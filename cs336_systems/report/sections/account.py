@@ -14,7 +14,7 @@ from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
-from ...costs.ranks_time import predicted_time, why_no_time
+from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
@@ -73,11 +73,17 @@ class Account:
     """From which the time of the step is predicted."""
     device_name: str | None = None
     """The device of the predicted time."""
+    links: Links | None = None
+    """How several ranks are joined; None if that is not known, or not asked for."""
+    link_source: str = ""
+    """What the rates of the links stand on, or why they are not known, in words."""
 
     @property
     def time(self) -> TimePrediction | None:
         """The predicted time of the step."""
-        return None if self.curves is None else predicted_time(self.config, self.curves)
+        if self.curves is None or (self.config.is_shared and self.links is None):
+            return None
+        return predicted_time(self.config, self.curves, self.links)
 
 
 def account_section(account: Account, top: int) -> Section:
@@ -178,7 +184,8 @@ def account_answer(account: Account) -> Iterator[str]:
         if account.curves is not None:
             kernels = times_of_kernels(account.curves, account.device_name)
             in_fp8 = f"; {times_in_fp8(account.curves)}" if config.fp8 else ""
-            yield f"The time stands on {kernels}{in_fp8}."
+            links = f"; {account.link_source}" if config.is_shared else ""
+            yield f"The time stands on {kernels}{in_fp8}{links}."
     elif account.device is not None:
         yield f"The time is not foretold: {_why_no_time(account)}."
 
@@ -190,7 +197,9 @@ def _why_no_time(account: Account) -> str:
         return "kernels of compiled steps have no times"
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
-    return why_no_time(config, curves) or "the step has settings of which no times are known"
+    if config.is_shared and account.links is None:
+        return account.link_source
+    return "the step has settings of which no times are known"
 
 
 def _interval(time: TimePrediction) -> str:

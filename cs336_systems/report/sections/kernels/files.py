@@ -20,6 +20,7 @@ from ...identity import file_names
 from ...section import Section, Table, findings_table, labels, make_table, with_note
 from ...words import percent, ratio, rounded
 from ..plugged import added_sections
+from .bars import communication_chart, configuration_chart
 from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
@@ -114,9 +115,6 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
         (entry,) = entries
         shown = _sections_of_one(entry, TOP_ON_A_PAGE)
         return [section for section in shown if _says_more(section.name, entry.profile)]
-    # matplotlib is slow to import, and tables do not need it
-    from .plots import communication_chart, configuration_chart
-
     profiles = [entry.profile for entry in entries]
     labelled = list(zip(labels(entries), profiles, strict=True))
     pictures: list[Picture] = []
