@@ -51,6 +51,8 @@ MODULES = dict.fromkeys(("precision", "fusion", "attention", "ceilings"), "study
 """The module in commands/ of each command that has none of its own name; modules are imported only
 when their command is called.
 """
+EXAMPLES = ("benchmark --profile", "kernels trace.json.gz", "account --size xl --device-name H100")
+"""What the help of `cs336` begins with."""
 HELP_WORD = "help"
 """What some type in the place of `--help`."""
 NO_CHATTER = "6"
@@ -114,21 +116,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_commands() -> None:
     """Print the help of `cs336` itself: its commands by what they are for."""
-    print(f"usage: cs336 COMMAND [FLAGS]\n\n{QUESTION}")
+    print("usage: cs336 COMMAND [FLAGS]")
+    for example in EXAMPLES:
+        print(f"  cs336 {example}")
+    print(f"\n{QUESTION}")
     for title, group in GROUPS.items():
-        print(f"\n{title}")
+        print(title)
         for name, line in group.items():
             print(f"  {name:<11}{line}")
-    print(
-        "\ncs336 COMMAND --help explains a command, --help-all all of its flags; cs336 --version "
-        "names the version."
-    )
+    print("\nCOMMAND --help explains a command, --help-all all its flags; cs336 --version")
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Run the command `name` with these arguments, by default the program's own; `prog` is what
     its help calls it.
     """
+    from .commands.examples import examples_of
     from .commands.flags import SETTING_FIELDS
     from .commands.parse import flag_names, in_flags, parse
 
@@ -138,7 +141,8 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     if words == [HELP_WORD] and not Path(HELP_WORD).exists():
         words = ["--help"]
     try:
-        status: int = _module(name).run(parse(arguments, prog, words))
+        examples = examples_of(name, prog)
+        status: int = _module(name).run(parse(arguments, prog, words, examples))
     except UsageError as error:
         raise UsageError(in_flags(str(error), {*SETTING_FIELDS, *flag_names(arguments)})) from error
     return status

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from cs336 import watch
 
-VOCABULARY, CONTEXT, BATCH = 10_000, 512, 16
+VOCABULARY = 10_000
+SHAPES = {"cuda": (16, 512, 1024, 12), "cpu": (4, 128, 128, 2)}
+"""Sequences, tokens of each, width and layers: what a GPU does in seconds, and a laptop."""
 
 
 class LanguageModel(nn.Module):
@@ -29,26 +31,25 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def train(
-    steps: int = 30,
-    width: int = 1024,
-    layers: int = 12,
-    **options: Any,  # noqa: ANN401
-) -> None:
+def train(steps: int = 30, **options: Any) -> None:  # noqa: ANN401
     """Train on random tokens; `options` are those of `watch`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch, context, width, layers = SHAPES[device]
     model = LanguageModel(width, layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
     watched = watch(model, optimizer, name="loop", **options)
-    for _ in range(steps):
-        tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device=device)
+    for number in range(1, steps + 1):
+        tokens = torch.randint(VOCABULARY, (batch, context + 1), device=device)
         with watched.step():
-            with torch.autocast(device, torch.bfloat16):
+            # few CPUs are faster in bf16, and many far slower
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 logits = model(tokens[:, :-1])
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        if number % 10 == 0:
+            print(f"step {number} of {steps}: loss {loss.item():.2f}")
     watched.report()
 
 

@@ -23,6 +23,7 @@ from cs336.analysis.kernels.step_profile import write_profile
 from cs336.analysis.memory.profile import write_memory_profile
 from cs336.commands import compare as compare_command
 from cs336.commands.flags import MeasuringArguments
+from cs336.commands.parse import parse
 from cs336.config import Profiler, RunConfig
 from cs336.record import RunRecord, Status, read_record, write_record
 from cs336.sweep.store import explanation_path
@@ -97,10 +98,28 @@ def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 25, "fits a screen"
     assert max(map(len, lines)) < 110
-    listed = re.findall(r"(?m)^  (\w+) ", "\n".join(lines))
+    listed = [name for name in re.findall(r"(?m)^  (\w+) ", "\n".join(lines)) if name != "cs336"]
     assert {cli.MODULES.get(name, name) for name in listed} == modules
     assert status_of(cli.main, ["Sweeps"]) == 2
     assert "did you mean sweep?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_help_of_a_command_begins_with_examples_that_it_takes(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert status_of(cli.main, [command, "--help"]) == 0
+    usage, *lines = capsys.readouterr().out.splitlines()
+    shown = [line.strip() for line in lines[1:4]]
+    assert usage.startswith(f"usage: cs336 {command}")
+    assert [shlex.split(line)[:2] for line in shown] == 3 * [["cs336", command]]
+    assert max(map(len, lines[4:])) <= 70
+    for line in shown:
+        words = shlex.split(line)[1:]
+        if command == "compare":
+            words = cli._sides_apart(words)
+        parse(cli._arguments(command), f"cs336 {command}", words[1:])
 
 
 # One run
@@ -132,8 +151,10 @@ def test_the_same_run_again_keeps_the_earlier_one(
     assert cli.benchmark([*ONE, "--profile"]) == 0
     out, err = capsys.readouterr()
     assert "kept as" not in err
-    assert "https://ui.perfetto.dev" in out.splitlines()[-1]
-    assert str(next(single.glob("traces/*")).relative_to(empty_directory)) in out.splitlines()[-1]
+    *_, trace, page = out.splitlines()
+    assert "https://ui.perfetto.dev" in trace
+    assert str(next(single.glob("traces/*")).relative_to(empty_directory)) in trace
+    assert page == f"page: {single.relative_to(empty_directory)}/index.html"
     first = {path.relative_to(single): path.read_bytes() for path in single.glob("*/*")}
     del first[other.relative_to(single)]
     assert {path.parts[0] for path in first} == {"runs", "traces", "kernels"}

@@ -101,8 +101,8 @@ def test_a_trainer_of_lightning_is_watched(tmp_path):
 def test_the_loop_of_the_example_is_watched(tmp_path, monkeypatch):
     from examples import loop
 
-    monkeypatch.setattr(loop, "CONTEXT", 8)
-    loop.train(steps=4, width=64, layers=1, warmup_steps=1, output=tmp_path)
+    monkeypatch.setattr(loop, "SHAPES", dict.fromkeys(loop.SHAPES, (16, 8, 64, 1)))
+    loop.train(steps=4, warmup_steps=1, output=tmp_path)
     (path,) = (tmp_path / "e2e_benchmark/loop/runs").glob("*.json")
     record = read_record(path)
     assert (record.loop.batch_size, record.loop.context_length) == (16, 8)

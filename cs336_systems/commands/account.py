@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ from ..costs.hardware import (
     find_device,
     is_short_for,
 )
+from ..costs.networks import links_of
+from ..costs.ranks_time import Links
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes
@@ -31,7 +34,7 @@ from ..text import print_aside
 from . import flags
 from .configure import NamedGpu, checked_factory, make_config, make_fast_config, one_precision
 from .machine import first_gpu
-from .outcome import OK, UsageError, checked, show
+from .outcome import OK, UsageError, checked, print_page, show
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
@@ -101,6 +104,8 @@ class ForecastArguments(flags.OutputArguments):
     "optimizer",
     "fp8",
     "compile",
+    "bf16_moments",
+    "bf16_stream",
     "checkpoint_blocks",
     "parallel",
     "ranks",
@@ -233,6 +238,18 @@ def curves_meant(
     return None if device is None else data_sheet_curves(device)
 
 
+def _links(
+    config: RunConfig, name: str | None, device: DeviceSpec | None, ceilings: Ceilings
+) -> tuple[Links | None, str]:
+    """How the ranks of a step are joined, and in words what says so, or why nothing does."""
+    if name is None or not config.is_shared:
+        return None, ""
+    try:
+        return links_of(name, device, ceilings.collectives(name), gpus=config.ranks)
+    except ValueError as error:
+        return None, str(error)
+
+
 @one_tracer()
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
@@ -247,7 +264,8 @@ def run(arguments: AccountArguments) -> int:
         prepare_forecasts([config.with_defaults("compile")], of_users=True)
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
-            raise UsageError(name + why_untraced(config).removeprefix(name))
+            why = why_untraced(config) or "needed a factory of a model, and this one makes a step"
+            raise UsageError(name + why.removeprefix(name))
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
     from ..report.sections.account import (
@@ -258,6 +276,7 @@ def run(arguments: AccountArguments) -> int:
         summary_tables,
     )
 
+    links, link_source = _links(config, name, device, ceilings)
     account = Account(
         config=config,
         device=device,
@@ -265,14 +284,17 @@ def run(arguments: AccountArguments) -> int:
         collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
         curves=curves_meant(name, device, config, ceilings),
         device_name=name,
+        links=links,
+        link_source=link_source,
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
+    sentences = [*account_answer(account)]
     show(
         section.tables if arguments.details else summary_tables(account, section),
         arguments.output,
-        account_answer(account),
+        sentences,
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
@@ -281,4 +303,10 @@ def run(arguments: AccountArguments) -> int:
             "no times are predicted, as no GPU is named and this machine has none that is "
             f"known; try {choices}"
         )
+    if not arguments.json:
+        from ..report.page.forecasts import folder_of, write_forecast_page
+
+        directory = arguments.output or folder_of("accounts", config.label)
+        title = f"What a step costs: {config.label}"
+        print_page(partial(write_forecast_page, title, sentences, section, directory))
     return OK

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 
 from .. import waits
@@ -152,6 +153,10 @@ def run(arguments: BenchmarkArguments) -> int:
 
             print_measured(record, runs)
         outcome.print_profile_paths([config], runs)
+        if print_json is None:
+            from ..report.page.chapters import write_page_of_runs
+
+            outcome.print_page(partial(write_page_of_runs, runs.parent))
     return outcome.status_of([record], unexplained)
 
 

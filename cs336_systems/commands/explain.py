@@ -2,25 +2,25 @@
 file of any program.
 """
 
-import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
 from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
-from ..text import print_line
+from .file_page import write_page_of_file
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
-from .outcome import OK, UsageError, existing, show, with_statistics
+from .outcome import OK, UsageError, existing, print_page, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
     from ..analysis.memory.profile import MemoryProfile
+    from ..report.results import Results
     from ..report.section import Table
 
 
@@ -43,6 +43,10 @@ class Explanation:
     """The lines of its answer."""
     encode: Callable[[], bytes]
     """Its JSON."""
+    keep: Callable[[Path], object]
+    """Write the profile itself into a directory."""
+    results: Callable[[], "Results"]
+    """The results that its page shows, those of the profile alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,12 @@ class KernelsArguments(FileArguments):
         from ..analysis.kernels.phase_ranges import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
         from ..report.sections.kernels.entry import Explained, plain_run
-        from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
+        from ..report.sections.kernels.files import (
+            answer_of,
+            keep_profile,
+            tables_of_one,
+            write_kernels,
+        )
 
         config = None if record is None else record.config
         rules = None if self.rules is None else read_rules(self.rules)
@@ -124,6 +133,8 @@ class KernelsArguments(FileArguments):
             tables=partial(tables_of_one, entry),
             answer=partial(answer_of, entry),
             encode=partial(_with_statistics, profile),
+            keep=partial(keep_profile, profile),
+            results=lambda: results_of(kernels=[Explained(profile=profile)]),
         )
 
     def record_and_others(self) -> tuple[RunRecord | None, list[RunRecord]]:
@@ -166,10 +177,12 @@ class MemoryArguments(FileArguments):
         """The explanation."""
         from ..analysis.memory.explain import explain_memory
         from ..analysis.memory.profile import encode_memory_profile, read_memory_profile
+        from ..report.sections.memory.entry import MemoryEntry
         from ..report.sections.memory.findings import answer
-        from ..report.sections.memory.tables import tables_of_one, write_memory
+        from ..report.sections.memory.tables import keep_memory, tables_of_one, write_memory
 
-        is_profile = self.file.suffix == ".json"
+        head = read_head(self.file, HEAD_BYTES, self.NEEDED)
+        is_profile = self.file.suffix == ".json" or head.lstrip().startswith(b"{")
         if is_profile and self.device is not None:
             raise UsageError(
                 f"--device needs the snapshot itself, and {self.file} is a profile of one device"
@@ -184,7 +197,16 @@ class MemoryArguments(FileArguments):
             tables=partial(tables_of_one, profile),
             answer=lambda: [finding.text for finding in answer(profile)],
             encode=partial(encode_memory_profile, profile),
+            keep=partial(keep_memory, profile),
+            results=lambda: results_of(memory=[MemoryEntry(profile=profile)]),
         )
+
+
+def results_of(**profiles: Any) -> "Results":  # noqa: ANN401 (one kind of entries)
+    """The results of a single file."""
+    from ..report.results import Results
+
+    return Results(records=(), **profiles)
 
 
 def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
@@ -216,7 +238,8 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        print_line(f"page: cs336 report {shlex.quote(str(arguments.file))} --open")
+        results, keep = explanation.results(), explanation.keep
+        print_page(partial(write_page_of_file, arguments.file, results, keep, arguments.output))
     return OK
 
 

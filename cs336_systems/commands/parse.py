@@ -8,6 +8,8 @@ import inspect
 import io
 import os
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -58,18 +60,29 @@ EXPECTED = {
     r"no type matching .* could be instantiated from (\[.*?\])\.": "such values",
 }
 """What a flag needs, by the parser's error for another text."""
+REWORDED = {
+    r"Missing from (.*?): (\S+) .*": r"\1 needs \2",
+    r"Missing value for argument '(.*?)'.*": r"\1 needs a value, got none",
+    r"invalid choice (.*?) for argument '(.*?)'\. Expected one of \((.*?)\)\.": (
+        r"\2 must be one of \3, got \1"
+    ),
+    r"Unrecognized options: (-.*)": r"there is no flag \1",
+    r"Unrecognized options: (.*)": r"one argument too many: \1",
+}
+"""How this program words what the parser says otherwise: what is needed, and what came."""
 
 
-def parse(kind: Callable[..., T], prog: str, words: Sequence[str]) -> T:
+def parse(
+    kind: Callable[..., T], prog: str, words: Sequence[str], examples: Sequence[str] = ()
+) -> T:
     """The arguments in `words`; raise UsageError for those that are wrong, and SystemExit after
-    help.
+    help, which begins with the lines of `examples`.
     """
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
     if os.environ.get("NO_COLOR"):
         getattr(tyro, "_experimental_options", {})["ansi_codes"] = False  # tyro has no public way
     names = flag_names(kind)
-    # a line for each paragraph; indented lines, such as examples, stay
-    description = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(kind) or "")
+    description = inspect.getdoc(kind) or ""
     if HELP_ALL in words:
         words = [HELP[-1]]
         kind = _for_help(kind, names)
@@ -79,6 +92,7 @@ def parse(kind: Callable[..., T], prog: str, words: Sequence[str]) -> T:
             shown = COMMON
             description += f"\n\n{prog} {HELP_ALL} shows {len(names)} flags."
         kind = _for_help(kind, shown)
+    description = "\n".join([*examples, "", wrapped(description)])
     printed = io.StringIO()
     try:
         words = [as_declared(word, names) for word in words]
@@ -93,6 +107,15 @@ def parse(kind: Callable[..., T], prog: str, words: Sequence[str]) -> T:
         raise UsageError(f"{message} ({prog} --help)") from None
 
 
+def wrapped(text: str) -> str:
+    """The paragraphs of a text at the width of the terminal. The lines after the first are
+    indented: tyro would join those that begin with a letter.
+    """
+    width = shutil.get_terminal_size().columns
+    wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n\n".join(map(wrap.fill, text.split("\n\n")))
+
+
 def _unknown_flags(words: Sequence[str], kind: Any) -> str:  # noqa: ANN401 (a class of arguments)
     """An error message about flags that the command does not have, with similar ones; empty if it
     has all of them. The parser's own message may name the flag's value instead.
@@ -105,7 +128,7 @@ def _unknown_flags(words: Sequence[str], kind: Any) -> str:  # noqa: ANN401 (a c
         return ""
     close = difflib.get_close_matches(unknown[0], known, n=2, cutoff=0.7)
     hint = f"; did you mean {' or '.join(sorted(close))}?" if close else ""
-    return f"Unrecognized options: {', '.join(unknown)}{hint}"
+    return f"there is no flag {', '.join(unknown)}{hint}"
 
 
 def is_flag(word: str, flags: Collection[str]) -> bool:
@@ -134,6 +157,8 @@ def _in_a_line(box: str) -> str:
             continue  # a box drawn in ASCII has a rule above the error too
         (hints if hints or is_rule else error).append(text)
     message = re.sub(r"^Error parsing (\w+Arguments: )?", "", " ".join(error))
+    for theirs, ours in REWORDED.items():
+        message = re.sub(theirs, ours, message)
     flag = message.partition(":")[0]
     flag_hints = [hint for hint in hints if re.match("--?[a-z]", hint)]
     if not flag.startswith("-"):

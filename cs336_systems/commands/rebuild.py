@@ -1,4 +1,5 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again
+import os
 from the records, and how far predicted times of steps were off. The file of another program gets a
 directory and a page of its own.
 """
@@ -12,14 +13,14 @@ from ..analysis.columns import ProfileError
 from ..analysis.kernels.classes import KernelRules
 from ..analysis.kernels.step_profile import read_profile
 from ..analysis.memory.profile import read_memory_profile
-from ..files import in_one_line, write_atomically
+from ..files import KERNEL_PROFILE, in_one_line, refuse_another_kind
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
 from ..report.page.blocks import Page
-from ..report.page.chapters import PAGE_FILE, list_of, write_page_of
+from ..report.page.chapters import list_of, write_page_of
 from ..report.page.directory import Directory
-from ..report.page.html import write_page
+from ..report.page.html import PAGE_FILE, write_page
 from ..report.progress import StatusLine
 from ..report.results import STUDIES, Results, Study, StudyResults
 from ..report.sections.forecast import forecast_section, scored
@@ -31,10 +32,10 @@ from ..report.sections.memory.tables import MEMORY_FILE
 from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..studies.records import read_study
 from ..sweep.run import explain_again
-from ..text import plain_word, print_aside, print_line
+from ..text import print_aside, print_line
 from . import ladder
 from .explain import arguments_for
-from .flags import MAX_NAME_LENGTH
+from .file_page import ENDINGS, made_directory
 from .measuring import write_results
 from .outcome import FAILED, OK, UsageError, checked
 
@@ -117,45 +118,13 @@ def rebuild_all(
         print_line(f"rebuilt: {len(rebuilt)} of {len(paths)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
-        lost = {
-            path.relative_to(root): why.replace(f"{root}/", "") for path, why in problems.items()
-        }
+        before = f"{root}{os.sep}"
+        lost = {path.relative_to(root): why.replace(before, "") for path, why in problems.items()}
         page = root / PAGE_FILE
         write_page(list_of(root, pages, lost), page)
     status.end()
     print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED
-
-
-FILES = Path("data") / "files"
-"""Where the pages of single files are, below the current directory."""
-SOURCE = "file.txt"
-"""Beside the page of a file, the path of that file, so that files of one name have pages of their
-own.
-"""
-ENDINGS = (".gz", ".zip", ".json", ".trace", ".pt", ".sqlite", ".nsys-rep", ".pickle", ".pkl")
-"""Endings of profilers' files, from the last one inwards, which the name of a page is without."""
-
-
-def page_directory(path: Path, root: Path = FILES) -> Path:
-    """The directory for the page of the file at `path`: named like the file, and with a number
-    where another file of that name has its page.
-    """
-    name = path.resolve().name
-    for ending in ENDINGS:
-        name = name.removesuffix(ending)
-    name = plain_word(name)[:MAX_NAME_LENGTH].strip(".-") or "file"
-    directory, number = root / name, 1
-    while directory.exists() and _source_text(directory) != os.fsencode(path.resolve()):
-        number += 1
-        directory = root / f"{name}-{number}"
-    return directory
-
-
-def _source_text(directory: Path) -> bytes:
-    """The path of the file whose page is in the directory; empty if that is not known."""
-    kept = directory / SOURCE
-    return kept.read_bytes() if kept.is_file() else b""
 
 
 def is_foreign(path: Path) -> bool:
@@ -173,9 +142,7 @@ def report_file(
     page.
     """
     explanation = arguments_for(path, rules).explained()
-    directory = page_directory(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / SOURCE, os.fsencode(path.resolve()))
+    directory = made_directory(path)
     explanation.write(directory, TOP_ON_A_PAGE, formats)
     page, made = write_page_of(load(directory), status)
     status.end()
@@ -251,6 +218,7 @@ def _file(directory: Path, _: object) -> Directory:
         return Directory(path=directory, results=results)
     profile = read_profile(kernels)
     if profile is None:
+        refuse_another_kind(kernels, kernels.read_bytes(), KERNEL_PROFILE, ProfileError)
         raise ProfileError(kernels, "not a step profile; explain the trace again")
     return Directory(
         path=directory, results=Results(records=(), kernels=[Explained(profile=profile)])

@@ -50,7 +50,7 @@ def run(arguments: ReportArguments) -> int:
     path = arguments.path
     rules = None if arguments.rules is None else read_rules(arguments.rules)
     # pandas is slow to import, and the help does not need it
-    from ..report.page.chapters import PAGE_FILE
+    from ..report.page.html import PAGE_FILE
     from .rebuild import is_foreign, rebuild_all, report_file
 
     with StatusLine() as status:

@@ -48,6 +48,8 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
+    MOST_PRINTED: ClassVar[int | None] = None
+    """Most tables that are printed; the page has all."""
     device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -105,7 +107,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
             return run_study(grid, status, cells, on_progress)
 
         with writing(directory):
-            study = show_study(measure, directory, self.formats)
+            study = show_study(measure, directory, self.formats, self.MOST_PRINTED)
         return OK if all(status.is_result for status in study.statuses) else FAILED
 
 
@@ -144,7 +146,7 @@ class AttentionArguments(StudyArguments):
     512 1024 2048 4096 8192 16384 32768 65536.
     """
 
-    GRID, FOLDER = AttentionGrid, "attention"
+    GRID, FOLDER, MOST_PRINTED = AttentionGrid, "attention", 2
 
     def grid(self, **others: object) -> AttentionGrid:
         """The grid that the flags mean, with the state of the user's source; ValueError if there
@@ -327,10 +329,13 @@ def run(arguments: StudyArguments | PrecisionArguments) -> int:
 
 
 def show_study(
-    measure: Callable[[StatusLine], StudyT], directory: Path | None, formats: Collection[str]
+    measure: Callable[[StatusLine], StudyT],
+    directory: Path | None,
+    formats: Collection[str],
+    most_printed: int | None = None,
 ) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given, tables
-    also in `formats`; print and return them.
+    also in `formats`; print `most_printed` of the tables, by default all, and return the results.
     """
     from ..report.page.chapters import write_page_of
     from ..report.page.directory import Directory
@@ -345,9 +350,9 @@ def show_study(
             write_atomically(directory / f"{results.subject}.json", encode_json(study))
             results.write(directory, formats)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
-    for section in results.sections:
-        for table in section.tables:
-            print_table(table, directory)
+    tables = [table for section in results.sections for table in section.tables]
+    for table in tables[:most_printed]:
+        print_table(table, directory)
     if directory is not None:
         print_line(f"results: {directory}")
         print_line(f"page: {page}")

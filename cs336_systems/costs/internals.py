@@ -24,6 +24,7 @@ INTERNALS = {
     "torch._C.DisableTorchFunction": "the trace's own code takes meta tensors for those of CUDA",
     "torch._C._current_autograd_node": "kernels of backward have no module",
     "torch.autograd.graph._engine_run_backward": "sums of gradients take memory of their own",
+    "torch.autograd._engine_run_backward": "backward of a user's own step is not told apart",
     "torch._C._autograd._get_sequence_nr": "kernels of backward have no module",
     "torch._C._FunctionBase._sequence_nr": "kernels of backward have no module",
     "torch._C._distributed_c10d.FakeWork": "collectives return nothing to wait for",

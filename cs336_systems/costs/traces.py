@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import lzma
+import os
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
-from multiprocessing import Pipe
 from pathlib import Path
 
 import msgspec
@@ -40,6 +40,8 @@ SHIPPED_COMPILED = Path(__file__).with_name("compiled.zip")
 COMPILER = "2.11.0"
 """Version of PyTorch that has compiled the steps whose tapes come with the program."""
 TRACER = "cs336.measure.traced"
+FORKING = "fork"
+"""Argument of TRACER with which each step is traced by a process of its own."""
 PRIMES = {
     "batch": 1009,
     "heads": 17,
@@ -203,9 +205,9 @@ def idle_parameters(config: RunConfig) -> int | None:
 
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
-    """The tape that is kept so, with one more step."""
+    """The tape that is kept so, with one more step if the last one is in the steady state."""
     tape = Tape.from_json(lzma.decompress(kept))
-    if tape.steps:
+    if tape.steps and tape.is_steady:
         tape.repeat()
     return tape
 
@@ -380,53 +382,75 @@ def one_tracer() -> Iterator[TraceSteps]:
     if lacking := lacking_torch():
         failure = encoded(Tape(failure=f"tracing the step {lacking}"))
         yield lambda asked: dict.fromkeys(asked, failure)
-    elif "torch" in sys.modules:
-        yield importlib.import_module(TRACER).trace_all
     elif _open:
         yield _open[0].trace
+    elif "torch" in sys.modules:
+        yield importlib.import_module(TRACER).trace_all
     else:
-        _open.append(_Tracer())
-        try:
-            yield _open[0].trace
-        finally:
-            _open.pop().end()
+        with _opened(_Tracer()) as trace:
+            yield trace
+
+
+@contextlib.contextmanager
+def traced_elsewhere() -> Iterator[None]:
+    """Let all that is traced in this block be traced by another process, and each step by a copy of
+    it, so that what a user's code keeps in its modules changes neither this process nor the next
+    trace.
+    """
+    with _opened(_Tracer(FORKING)):
+        yield
+
+
+@contextlib.contextmanager
+def _opened(tracer: "_Tracer") -> Iterator[TraceSteps]:
+    """Let this process trace all that is traced in this block."""
+    _open.append(tracer)
+    try:
+        yield tracer.trace
+    finally:
+        _open.pop().end()
 
 
 class _Tracer:
     """A process that imports PyTorch and a user's code, and traces; it is started by the first step
     to trace.
 
-    Questions and answers go through a pipe of their own: what a user's code prints goes to standard
-    error.
+    Questions and answers are lines on its standard input and output. What a user's code prints goes
+    to standard error.
     """
 
-    _process: subprocess.Popen[bytes] | None = None
+    def __init__(self, *arguments: str) -> None:
+        """`arguments` are those of TRACER."""
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
 
     def trace(self, asked: Asked) -> dict[str, bytes]:
         """The tapes that are asked for; if the process ends instead, tapes that say so."""
         process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            self._pipe.send_bytes(msgspec.json.encode(asked))
-            return msgspec.json.decode(self._pipe.recv_bytes(), type=dict[str, bytes])
-        except (EOFError, OSError):
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.flush()
+            return msgspec.json.decode(process.stdout.readline(), type=dict[str, bytes])
+        except (OSError, msgspec.DecodeError):
             failure = f"the process that traced it ended with status {process.wait()}"
             self.end()
             return {name: encoded(Tape(failure=failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process that traces steps, connected to this one by a pipe."""
-        self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
-        with theirs:
-            # in a session of its own, so that Ctrl-C reaches this process alone, which then ends
-            # the other
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        """Start the process that traces steps."""
+        # where this process finds modules, the other one does too
+        places = os.pathsep.join(filter(None, sys.path))
+        # in a session of its own, so that Ctrl-C reaches this process alone, which then ends the
+        # other
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", TRACER, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": places},
+            start_new_session=True,
+        )
         return self._process
 
     def end(self) -> None:
@@ -435,6 +459,6 @@ class _Tracer:
         """
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._pipe.close()
+            with contextlib.suppress(OSError):  # a question that was not sent
+                self._process.communicate()
             self._process = None

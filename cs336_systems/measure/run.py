@@ -41,7 +41,7 @@ from ..record import (
     time_now,
 )
 from ..subject import Subject, WatchedLoop
-from ..text import LONGEST_PART, shortened
+from ..text import LONGEST_PART, counted, shortened
 from .clock import Clock, ObservedClock, StepTimes, make_clock
 from .compilers import compilers_told
 from .environment import environment, lacking_memory
@@ -415,9 +415,7 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress, activity: Activi
     config = progress.config
     progress.collector_on = gc.isenabled()
     activity.between_steps()
-    while len(progress.measured) < config.measured_steps or (
-        progress.until_stable and not _is_stable(progress)
-    ):
+    while _goes_on(progress):
         progress.where = f"measured step {len(progress.measured)}"
         times, is_taken = _run(step, clock, progress)
         if is_taken:
@@ -430,11 +428,19 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress, activity: Activi
     progress.subject = replace(config, measured_steps=len(progress.measured))
 
 
-def _is_stable(progress: Progress) -> bool:
-    """Whether `until_stable` needs no further step."""
+def _goes_on(progress: Progress) -> bool:
+    """Whether another step is to be measured; with `until_stable`, say how well their mean is known
+    so far.
+    """
     times_s = [times.step_s for times in progress.measured]
+    if len(times_s) < progress.config.measured_steps:
+        return True
+    if not progress.until_stable:
+        return False
     half = steady_interval(times_s)
-    return len(times_s) >= MAX_STABLE_STEPS or (half is not None and half <= STABLE)
+    reached = "no interval yet" if half is None else f"± {100 * half:.1f} %"
+    waits.say(f"{counted(len(times_s), 'step')}, {reached}, wanted {100 * STABLE:g} %")
+    return len(times_s) < MAX_STABLE_STEPS and (half is None or half > STABLE)
 
 
 def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTimes, bool]:

@@ -37,8 +37,8 @@ class Bar:
     """Its name on the axis, which is its place."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Lengths by the names of `Chart.styles`, in this order."""
-    words: str = ""
-    """Words at its end."""
+    figures: Sequence[str] = ()
+    """Numbers with their units at its end."""
     failure: str = ""
     """How the run ended, where it failed."""
     mark: float | None = None

@@ -1,5 +1,6 @@
 """A picture as a PNG, and as an SVG of the page."""
 
+import html
 import io
 import math
 import re
@@ -24,6 +25,8 @@ LONGEST_LABEL = 34
 """Most characters in a line of a horizontal bar's label."""
 WIDTH = 6.5
 """Inches of a chart's width."""
+PAGE_WIDTH = 9.5
+"""Inches of a picture's width on a page."""
 CHARACTER_INCHES = 0.075
 """Width of a character of a number in a bar."""
 BAR_WIDTH, BAR_INCHES = 0.7, 3.6
@@ -129,7 +132,7 @@ def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inc
                 bbox=shade if look.pattern else None,
             )
         left += length
-    lines = [*bar.words.split("\n"), *bar.failure.split("\n")]
+    lines = [*bar.figures, *bar.failure.split("\n")]
     words = "\n".join(inert(line) for line in lines if line)
     axes.text(
         1.03,
@@ -238,9 +241,10 @@ def svg_of(picture: Picture, name: str) -> str:
     page. `name` is its identifier there.
 
     Its identifiers are hashed with the name, so that they differ from those of other pictures. What
-    has more points than MOST_POINTS is an image.
+    has more points than MOST_POINTS is an image. It is wider than in a file, as a page is.
     """
     figure = _figure(picture)
+    figure.set_size_inches(PAGE_WIDTH, figure.get_figheight())
     for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
         shape: Any = artist
         paths = shape.get_paths() if isinstance(artist, Collection) else [shape.get_path()]
@@ -255,7 +259,39 @@ def svg_of(picture: Picture, name: str) -> str:
     text = re.sub(_OF_FILES, "", text)
     # two decimals of a point are finer than a pixel
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
-    return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
+    text = re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
+    title, sentence = map(html.escape, described(figure))
+    spoken = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-about"'
+    spoken += f' data-lanes="{_lanes(figure)}"'
+    words = f'<title id="{name}-title">{title}</title><desc id="{name}-about">{sentence}</desc>'
+    begin, bracket, rest = text.partition(">")
+    return f"<svg {spoken}{begin}{bracket}{words}{rest}"
+
+
+def _lanes(figure: Figure) -> str:
+    """Where the panels below the first are, or the only one: left, right, top and bottom edge, as
+    percents of the figure from its left and upper edges.
+    """
+    panels = [axes.get_position() for axes in figure.axes[1:] or figure.axes]
+    edges = (
+        min(panel.x0 for panel in panels),
+        max(panel.x1 for panel in panels),
+        1 - max(panel.y1 for panel in panels),
+        1 - min(panel.y0 for panel in panels),
+    )
+    return " ".join(f"{100 * edge:.2f}" for edge in edges)
+
+
+def described(figure: Figure) -> tuple[str, str]:
+    """The title of a picture, and a sentence on what it shows, for those who do not see it."""
+    title, *below = [text.get_text() for text in figure.texts]
+    legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
+    entries = [text.get_text() for legend in legends for text in legend.get_texts()]
+    shown = ", ".join(dict.fromkeys(filter(None, entries))) or "one series"
+    labels = [label for axes in figure.axes for label in (axes.get_ylabel(), axes.get_xlabel())]
+    axes = " and ".join(dict.fromkeys(filter(None, labels))) or "no axis with a name"
+    where = f" ({' '.join(below)})" if any(below) else ""
+    return title, " ".join(f"The picture shows {shown}, by {axes}{where}.".split())
 
 
 _OF_FILES = (

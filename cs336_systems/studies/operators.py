@@ -156,9 +156,15 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
             raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
 
     def groups(self) -> list[list[Cell["CellResult"]]]:
-        """One group for each precision and implementation, the smallest cells first."""
+        """One group for each precision and implementation, the smallest cells first.
+
+        The user's own implementation comes first: where it fails, that is seen at once.
+        """
         lengths, d_heads = sorted(set(self.context_lengths)), sorted(set(self.d_heads))
-        ways = product(dict.fromkeys(self.precisions), dict.fromkeys(self.implementations))
+        own_first = sorted(
+            dict.fromkeys(self.implementations), key=lambda name: name is not Implementation.OWN
+        )
+        ways = product(dict.fromkeys(self.precisions), own_first)
         groups = []
         for precision, implementation in ways:
             group = []

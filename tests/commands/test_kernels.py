@@ -54,7 +54,7 @@ def test_what_is_written_is_read_again(
     assert kernels(tmp_path / "out" / "profile.json") == 0
     again, _, page = capsys.readouterr().out.rpartition("page: ")
     assert printed.startswith(again)
-    assert page == f"cs336 report {tmp_path / 'out' / 'profile.json'} --open\n"
+    assert Path(page.strip()).is_file()
 
 
 def test_a_trace_of_no_length_has_its_tables(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`cs336 report FILE`: the page of one file of any program, and what becomes of it later."""
 
+import json
 import re
-import shlex
 import webbrowser
 from pathlib import Path
 
@@ -9,7 +9,8 @@ import pytest
 
 from cs336.analysis.memory.explain import explain_memory
 from cs336.cli import main
-from cs336.commands.rebuild import page_directory, report_file
+from cs336.commands.file_page import page_directory
+from cs336.commands.rebuild import report_file
 from cs336.report.progress import StatusLine
 from tests.analysis.kernels.tracing import Recording, training, write_export
 from tests.analysis.memory.programs import Training
@@ -62,8 +63,10 @@ def test_a_page_stands_beside_what_the_command_writes(
     assert answer.startswith(said)
     assert f"{page.parent.name}</title>" in page.read_text()
     made = written(page.parent)
-    assert {"index.html", "file.txt"} == made.keys() - written(Path("beside")).keys()
-    assert all(made[name] == data for name, data in written(Path("beside")).items())
+    beside = written(Path("beside"))
+    assert b"beside</title>" in beside.pop("index.html")
+    assert {"index.html", "file.txt"} == made.keys() - beside.keys()
+    assert all(made[name] == data for name, data in beside.items())
 
 
 def test_numbers_of_the_page_are_those_of_the_trace(trace: Path) -> None:
@@ -93,6 +96,62 @@ def test_the_tiles_of_a_snapshot_have_its_peak_and_what_was_reserved(snapshot: P
         assert float(number) * {"MiB": 2**20, "GiB": 2**30}[unit] == pytest.approx(
             num_bytes, rel=1e-2
         )
+
+
+def test_the_page_of_a_kept_profile_of_memory_has_the_numbers_of_its_json(
+    snapshot: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the profile is called: a page of its own, and all of it in the tables."""
+    assert main(["memory", str(snapshot), "--output", "beside"]) == 0
+    kept = json.loads(Path("beside/memory.json").read_text())
+    Path("beside/memory.json").rename("mine.txt")
+    assert report("mine.txt") == 0
+    page = Path("data/files/mine.txt/index.html").read_text()
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd><dd", page))
+    for name, num_bytes in (
+        ("peak", kept["peak"]["allocated_bytes"]),
+        ("reserved", kept["peak_reserved_bytes"]),
+    ):
+        number, unit = tiles[name].split()
+        assert float(number) * {"MiB": 2**20, "GiB": 2**30}[unit] == pytest.approx(
+            num_bytes, rel=1e-2
+        )
+    assert json.loads(Path("data/files/mine.txt/memory.json").read_text()) == kept
+    capsys.readouterr()
+
+
+_SWAPPED = {
+    ("memory.json", "profile.json"): "this is a kernel profile",
+    ("profile.json", "memory.json"): "this is a memory profile",
+    ("ladder.json", "memory.json"): "this is a memory profile",
+    ("precision.json", "profile.json"): "this is a kernel profile",
+}
+
+
+@pytest.mark.parametrize("swapped", _SWAPPED)
+def test_results_under_another_name_are_named_as_what_they_are(
+    swapped: tuple[str, str], trace: Path, snapshot: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each reader of results gets a file that another one reads."""
+    for command, file in (("kernels", trace), ("memory", snapshot)):
+        assert main([command, str(file), "--output", "made"]) == 0
+    name, content = swapped
+    Path("wrong").mkdir()
+    Path("wrong", name).write_bytes(Path("made", content).read_bytes())
+    capsys.readouterr()
+    assert report("wrong") == 1
+    error = capsys.readouterr().err
+    assert f"wrong/{name}: {_SWAPPED[swapped]}" in error
+
+
+def test_a_study_is_no_old_profile_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    study = Path(__file__).parents[2] / "data/published/precision/precision.json"
+    Path("wrong").mkdir()
+    Path("wrong/memory.json").write_bytes(study.read_bytes())
+    assert report("wrong") == 1
+    error = capsys.readouterr().err
+    assert "not a memory profile" in error
+    assert "version" not in error
 
 
 def test_files_of_one_name_have_pages_of_their_own_and_one_file_keeps_its_page(
@@ -149,7 +208,7 @@ def test_the_page_is_shown_where_a_browser_is(
 
 
 @pytest.mark.parametrize("command", ["kernels", "memory"])
-def test_the_last_line_of_a_command_makes_the_page(
+def test_the_last_line_of_a_command_is_the_path_of_its_page(
     command: str, tmp_path: Path, snapshot: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_export(tmp_path / "a b.sqlite", training(1))
@@ -157,11 +216,10 @@ def test_the_last_line_of_a_command_makes_the_page(
         file = snapshot.rename(tmp_path / "a b.pickle")
     assert main([command, str(file)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    program, *words = shlex.split(last.removeprefix("page: "))
-    assert program == "cs336"
-    words.remove("--open")
-    assert main(words) == 0
-    assert Path("data/files/a-b/index.html").is_file()
+    assert last == "page: data/files/a-b/index.html"
+    made = Path("data/files/a-b/index.html").read_bytes()
+    assert report(str(file)) == 0
+    assert Path("data/files/a-b/index.html").read_bytes() == made
     assert main([command, str(file), "--json"]) == 0
     assert "page: " not in capsys.readouterr().out.splitlines()[-1]
 

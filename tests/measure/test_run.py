@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cs336 import waits
 from cs336.analysis.warnings import judged
 from cs336.config import CompileMode, Device, Mode, ModelConfig, Phase, Precision, RunConfig
 from cs336.measure import run as measurement
@@ -115,7 +116,12 @@ def test_steps_are_added_until_their_mean_is_known(
     """Ten are the fewest whose correlation is known; the record says how many there were."""
     monkeypatch.setattr(measurement, "STABLE", within)
     monkeypatch.setattr(measurement, "MAX_STABLE_STEPS", most)
+    said: list[str] = []
+    waits.tell(said.append)
     record = measure(CONFIG, until_stable=True)
+    waits.tell(lambda _: None)
+    told = [int(line.split()[0]) for line in said if " steps, ± " in line]
+    assert told == [*range(10, num_steps + 1)]
     assert len(record.measurement(Phase.STEP).times_s) == record.config.measured_steps == num_steps
 
 

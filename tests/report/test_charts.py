@@ -30,7 +30,7 @@ def make_bars(name="small"):
         label="time (ms)",
         mark=f"{name} mean",
         bars=[
-            Bar(name=name, parts={"forward": 1.0, "idle": 2.0}, words=f"3.00\n{name}", mark=3.5),
+            Bar(name=name, parts={"forward": 1.0, "idle": 2.0}, figures=["3.00", name], mark=3.5),
             Bar(name="xl", parts={"forward": 4.0}),
         ],
     )

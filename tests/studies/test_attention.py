@@ -56,6 +56,17 @@ ROUNDING = 1e-5
 """Far above what fp32 leaves of a few sums, far below every error that is put in."""
 
 
+def test_the_students_own_is_measured_first() -> None:
+    grid = replace(
+        SMALL,
+        implementations=(Implementation.NAIVE, Implementation.OWN, Implementation.SDPA),
+        precisions=(Precision.BF16, Precision.FP32),
+    )
+    first = [group[0].rows[0].cell.implementation for group in grid.groups()]
+    assert first[0] is Implementation.OWN
+    assert sorted(first) == sorted(2 * grid.implementations)
+
+
 def measured(name: str, precision: Precision = Precision.FP32, **fields) -> CellResult:
     grid = replace(SMALL, own=f"tests.own_kernels:{name}", **fields)
     return measure_cell(grid, AttentionCell(Implementation.OWN, precision, 4, 8))

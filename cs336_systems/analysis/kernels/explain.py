@@ -94,7 +94,7 @@ def summarise(
         idle=idle.idle_times(gaps, num_devices),
         gaps=tuple(idle.longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
-        pictured=pictured.median_step(spans, windows, drawn),
+        pictured=pictured.median_step(spans, windows, drawn, trace.strings),
         beside=pictured.steps_beside(selection.labels, spans, windows, drawn),
         notes=(*sentences, *(f"{doubt}." for doubt in (*grave, *slight))),
         communication=communication.communication_times(jobs, devices, num_devices, windows),

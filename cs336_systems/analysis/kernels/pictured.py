@@ -4,6 +4,7 @@ steps that stand beside each other.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pandas as pd
 
 from ..columns import Ints
 from .attribution import frame_of
-from .classes import KernelClass
+from .classes import MAX_NAME, KernelClass
 from .device_time import DeviceSteps, DeviceWindows
 from .modules import CLASSES
 from .phases import PHASES
@@ -44,10 +45,20 @@ def with_copies(kernels: pd.DataFrame, work: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([kernels, copies.assign(kind=kind)])
 
 
-def median_step(spans: DeviceSteps, windows: DeviceWindows, jobs: pd.DataFrame) -> PicturedStep:
-    """The step of median wall time; of two, the shorter."""
+def median_step(
+    spans: DeviceSteps, windows: DeviceWindows, jobs: pd.DataFrame, strings: Sequence[str]
+) -> PicturedStep:
+    """The step of median wall time, of two the shorter, and where each of its kernels begins."""
     order = _by_time(spans, np.arange(len(spans)))
-    return _picture(int(order[(len(order) - 1) // 2]), spans, windows, jobs, PICTURE_PARTS)
+    step = int(order[(len(order) - 1) // 2])
+    picture = _picture(step, spans, windows, jobs, PICTURE_PARTS)
+    of_step = jobs[jobs["step"] == step]
+    wall_ns = max(int(spans.end_ns[step] - spans.origin_ns[step]), 1)
+    parts = (of_step["start_ns"] - int(spans.origin_ns[step])) * 1000 // wall_ns
+    places = {}
+    for name, of_name in parts.clip(0, 999).groupby(of_step["name"]):
+        places[strings[name][:MAX_NAME]] = tuple(sorted(set(of_name.tolist())))
+    return replace(picture, places=places)
 
 
 def steps_beside(

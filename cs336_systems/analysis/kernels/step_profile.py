@@ -6,8 +6,8 @@ unless the trace has no others. Times are seconds (`_s`), on the device unless t
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -357,6 +357,10 @@ class PicturedStep:
     windows: tuple[Window, ...]
     pieces: tuple[Piece, ...] = ()
     """Empty in profiles of version 4, whose picture needs the trace to be explained again."""
+    places: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
+    """The thousandths of the step, from 0, in which a kernel begins, by the name that
+    `KernelTimes` has; empty in profiles of earlier versions.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

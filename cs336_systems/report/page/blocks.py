@@ -5,7 +5,7 @@ page is a block. The template page.html writes each of them.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..charts import Bar, Chart, Style, visible
 from ..columns import Column
@@ -16,6 +16,10 @@ MOST_COLUMNS, LEAST_WORTH = 8, 5
 """A table with more columns than that is shown without those whose `drop_order` is higher, until
 somebody asks.
 """
+
+
+Place: TypeAlias = tuple[str, str]
+"""Full name of a kernel, and the thousandths of the timeline in which it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +53,25 @@ class TableBlock:
         return sorted(columns, key=lambda column: column[2])
 
     @property
-    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool]]]]:
-        """Whether each row failed, and its cells: text, the value to sort a number by, and
-        whether it is folded.
+    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool, Place | None]]]]:
+        """Whether each row failed, and its cells: text, the value to sort a number by, whether it
+        is folded, and where its kernel is in the timeline.
         """
         table, columns = self.table, self.columns
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
             cells = [
-                (row[index], _sort_value(heading, values), is_folded)
+                (row[index], _sort_value(heading, values), is_folded, _place(heading, values))
                 for index, heading, is_folded in columns
             ]
             yield number in table.failed, cells
+
+
+def _place(heading: Column, values: Mapping[str, Any]) -> Place | None:
+    """Full name and places of the kernel whose short name stands below the heading, if known."""
+    if heading.key != "short_name" or not values.get("places"):
+        return None
+    return values["name"], " ".join(map(str, values["places"]))
 
 
 def _sort_value(heading: Column, values: Mapping[str, Any]) -> str | None:
@@ -80,9 +91,17 @@ class PictureBlock:
     svg: str
 
 
+LEAST_LENGTH = 0.15
+"""Share of the longest bar. If a bar were shorter than that, its parts could not be told apart."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """Horizontal bars below each other, on one scale that begins at 0, with one legend."""
+    """Horizontal bars below each other, with one legend.
+
+    They have one scale that begins at 0, if that shows the parts of all. Otherwise each bar is
+    drawn as shares of itself, and its length as a point on a logarithmic scale beside it.
+    """
 
     title: str
     bars: Sequence[Bar]
@@ -111,23 +130,66 @@ class Bars:
             return share
         return f"{significant(bar.parts[name], 3)} {self.unit}, {share}"
 
-    def width(self, value: float) -> str:
-        """The part of the full width that this value takes, for CSS."""
-        longest = max(bar.length for bar in self.bars)
-        return f"{100 * value / longest:.3f}%" if longest else "0"
+    @property
+    def are_shares(self) -> bool:
+        """Whether the bars are drawn as shares of themselves."""
+        lengths = [bar.length for bar in self.bars if bar.length]
+        has_parts = any(len(bar.parts) > 1 for bar in self.bars)
+        return has_parts and min(lengths) < LEAST_LENGTH * max(lengths)
+
+    @property
+    def num_figures(self) -> int:
+        """Most figures at the end of a bar, and at least 1, whose place a failure takes."""
+        return max(1, *(len(bar.figures) for bar in self.bars))
+
+    def width(self, bar: Bar, value: float) -> str:
+        """The part of the full width that this value of the bar takes, for CSS."""
+        full = bar.length if self.are_shares else max(other.length for other in self.bars)
+        return f"{100 * value / full:.3f}%" if full else "0"
+
+    @property
+    def _decades(self) -> tuple[int, int]:
+        """The powers of ten at which the scale of lengths begins and ends."""
+        lengths = [bar.length for bar in self.bars if bar.length]
+        low, high = math.floor(math.log10(min(lengths))), math.ceil(math.log10(max(lengths)))
+        return low, max(high, low + 1)
+
+    @property
+    def scale(self) -> str:
+        """The ends of the scale of lengths, in words."""
+        low, high = self._decades
+        return f"{10.0**low:,g} to {10.0**high:,g} {self.unit}, on a logarithmic scale"
+
+    @property
+    def decade(self) -> str:
+        """The part of the scale's width that a power of ten takes, for CSS."""
+        low, high = self._decades
+        return f"{100 / (high - low):.3f}%"
+
+    def point(self, bar: Bar) -> str:
+        """Where the length of the bar is on the scale of lengths, for CSS; empty without length."""
+        if not bar.length:
+            return ""
+        low, high = self._decades
+        return f"{100 * (math.log10(bar.length) - low) / (high - low):.2f}%"
 
     def spoken(self, bar: Bar) -> str:
         """The bar in words: its tooltip, and what a screen reader says in its place."""
         parts = [f"{name} {self.words(bar, name)}" for name in bar.parts]
-        return f"{bar.name}: {', '.join(filter(None, [bar.words, *parts, bar.failure]))}"
+        return f"{bar.name}: {', '.join(filter(None, [*bar.figures, *parts, bar.failure]))}"
 
-    @classmethod
-    def of(cls, chart: Chart) -> "Bars":
-        """The horizontal bars of a chart, whose panels share one scale here."""
-        label = chart.panels[0].label
+
+def bars_of(chart: Chart) -> list[Bars]:
+    """The horizontal bars of a chart; those of all panels with the same label stand together."""
+    by_label: dict[str, list[Bar]] = {}
+    for panel in chart.panels:
+        by_label.setdefault(panel.label, []).extend(panel.bars)
+    several = []
+    for label, bars in by_label.items():
         unit = next((unit for unit in ("%", "ms", "GiB") if f"({unit})" in label), "")
-        bars = [bar for panel in chart.panels for bar in panel.bars]
-        return cls(title=chart.title, bars=bars, styles=chart.styles, unit=unit)
+        title = f"{chart.title}: {label}" if len(by_label) > 1 else chart.title
+        several.append(Bars(title=title, bars=bars, styles=chart.styles, unit=unit))
+    return several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,5 +266,7 @@ class Page:
     title: str
     subject: str = ""
     """Key of the chapter of the list of all pages in which it stands."""
+    source: str = ""
+    """Device and date of what it shows, as far as they are known."""
     chapters: Sequence[Chapter] = ()
     glance: Glance | None = None

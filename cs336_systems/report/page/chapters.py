@@ -3,6 +3,7 @@ was measured; and the list of all pages below a directory, by subject.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ from urllib.parse import quote
 from ...record import RUNS, load_records
 from ...studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..charts import Chart
-from ..draw import svg_of
 from ..results import KERNELS, MEMORY, Results
 from ..section import Section, make_table
 from ..sections.kernels.files import modules_section
@@ -28,15 +28,12 @@ from .blocks import (
     PictureBlock,
     Prose,
     TableBlock,
+    bars_of,
 )
 from .directory import SUBJECTS, Directory
 from .glance import glance_at
-from .html import write_page
+from .html import PAGE_FILE, write_page
 from .runs import run_blocks, source_facts
-
-PAGE_FILE = "index.html"
-"""The page for a browser, beside the tables."""
-
 
 NO_FINDING = "\n"
 """What no headline holds, for rows that are no findings."""
@@ -48,9 +45,24 @@ def page_of(directory: Directory) -> Page:
     return Page(
         title=f"{SUBJECTS[directory.subject]}: {directory.path.resolve().name}",
         subject=directory.subject,
+        source=_source(directory),
         glance=glance,
         chapters=list(_chapters(directory, glance)),
     )
+
+
+def _source(directory: Directory) -> str:
+    """Device of what the directory holds, and the day, or days, on which it was measured."""
+    facts = dict(source_facts(directory))
+    results = directory.results
+    names = [
+        name
+        for entry in (results.kernels if results else ())
+        for name in entry.profile.device_names
+    ]
+    device = facts.get("device") or ", ".join(dict.fromkeys(names))
+    days = re.findall(r"\d{4}-\d\d-\d\d", facts.get("measured", ""))
+    return ", ".join(filter(None, [device, " to ".join(dict.fromkeys(days))]))
 
 
 def write_page_of(directory: Directory, say: Callable[[str], None]) -> tuple[Path, Page]:
@@ -99,7 +111,11 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
     tables = [table for part in sections.values() for section in part for table in section.tables]
     sentences = [text for table in tables for text in table.findings]
     # the findings of profiles are not among these: they stand in tables of their own
-    findings = [text for text in sentences if text not in (glance.answer, glance.more)]
+    headline = f"{glance.answer} {glance.more}".strip()
+    # such as `Out of memory: 8 of 48 configurations (...)` below `out of memory in 8 of 48`
+    findings = [
+        text for text in sentences if text.partition(":")[0].lower() not in headline.lower()
+    ]
     if directory.compared is not None:
         findings += directory.compared.left_out
     if results is not None and results.lost:
@@ -108,7 +124,6 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=findings)])
     counts = Counter(note for table in tables for note in table.notes)
     repeated = [note for note, count in counts.items() if count > 1]
-    headline = f"{glance.answer} {glance.more}".strip()
     shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     for number, (title, part) in enumerate(sections.items()):
         blocks = [
@@ -158,8 +173,11 @@ def _blocks(
     """
     for picture in (picture for section in sections for picture in section.pictures):
         if isinstance(picture, Chart):
-            yield Bars.of(picture)
+            yield from bars_of(picture)
         else:
+            # matplotlib is slow to import, and few pages need it
+            from ..draw import svg_of
+
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))
     prefix = "memory-" if title == MEMORY else ""
     for section in sections:

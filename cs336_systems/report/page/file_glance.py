@@ -10,14 +10,14 @@ from ..charts import PHASE_COLOURS, Bar, Style
 from ..columns import column
 from ..results import Results
 from ..section import Finding, finding_rows
+from ..sections.kernels.bars import STYLES, parts_ms
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import answer as answer_of_trace
 from ..sections.kernels.kinds import StepKind, step_kinds
-from ..sections.kernels.plots import STYLES, parts_ms
 from ..sections.kernels.tables import phase_rows
+from ..sections.memory.bars import CATEGORIES, peak_bar
 from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import answer as answer_of_memory
-from ..sections.memory.plots import CATEGORIES, peak_bar
 from ..sections.memory.words import check_words, size
 from ..sections.steps import BY_PHASE
 from ..words import significant
@@ -65,8 +65,6 @@ def _of_trace(entry: Explained) -> Glance:
         bars=[by_phase, work],
         tiles=list(_tiles(entry)),
         doubts=[f"{doubt}." for doubt in profile.doubts],
-        trust=f"Steps and what is in none add up to all {profile.num_kernels:,} {profile.work} of "
-        "the file.",
     )
 
 
@@ -77,8 +75,8 @@ def _phase_bars(profile: StepProfile) -> Iterator[Bar]:
         parts: dict[str, float] = {}
         for times in profile.phases:
             parts[times.phase] = sum(kind.of(times.wall_s)) / len(kind.steps) * 1e3
-        words = f"{significant(sum(parts.values()), 3)} ms"
-        yield Bar(name=kind.name, parts=parts, words=words)
+        time = f"{significant(sum(parts.values()), 3)} ms"
+        yield Bar(name=kind.name, parts=parts, figures=(time,))
 
 
 def _tiles(entry: Explained) -> Iterator[Tile]:
@@ -97,11 +95,9 @@ def _tiles(entry: Explained) -> Iterator[Tile]:
     ):
         if text := shown.cell(step):
             yield Tile(name, f"{text} {shown.unit}".strip(), note)
-    if profile.ranks:
-        note = "how far apart they begin is not seen"
-        if profile.skew:
-            largest_ms = max(skew.largest_s for skew in profile.skew) * 1e3
-            note = f"begin a collective up to {significant(largest_ms, 3)} ms apart"
+    if profile.ranks and profile.skew:
+        largest_ms = max(skew.largest_s for skew in profile.skew) * 1e3
+        note = f"begin a collective up to {significant(largest_ms, 3)} ms apart"
         yield Tile("ranks", str(len(profile.ranks)), note)
 
 
@@ -126,5 +122,4 @@ def _of_snapshot(entry: MemoryEntry) -> Glance:
         bars=[Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")],
         tiles=tiles,
         doubts=[wrong] if wrong else [],
-        trust="The parts add up to the peak, to the byte.",
     )

@@ -23,20 +23,20 @@ from ..configurations import step_results
 from ..quantities import StepResult
 from ..results import Results
 from ..section import Section, distinct_labels, labels
+from ..sections.kernels.bars import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import findings as kernel_findings
 from ..sections.kernels.limits import Limit, limit_of
-from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import phase_rows
 from ..sections.ladder import RungResult
 from ..sections.ladder import findings as ladder_findings
+from ..sections.memory.bars import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import findings as memory_findings
-from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.words import check_words, size
 from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
 from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant
-from .blocks import Bars, Glance, Tile
+from .blocks import Bars, Glance, Tile, bars_of
 from .directory import Directory
 from .file_glance import glance_of_file
 
@@ -144,7 +144,7 @@ def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> lis
     profiles = [entry.profile for entry in entries]
     chart = configuration_chart(list(zip(names, profiles, strict=True)))
     if chart is not None:
-        return [Bars.of(chart)]
+        return bars_of(chart)
     work = Bars(
         title=f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}",
         bars=[Bar(name="work", parts=parts_ms(profiles[0]))],
@@ -156,9 +156,8 @@ def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> lis
 
 def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
     """Bars of what each peak of memory consists of, by category."""
-    bars = [Bars.of(chart) for chart in peak_charts(entries)]
-    if bars:
-        return bars
+    for chart in peak_charts(entries):
+        return bars_of(chart)
     bar = peak_bar("peak", entries[0])
     return [Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")]
 

@@ -22,6 +22,8 @@ from ...files import write_atomically
 from ...text import inert_line
 from .blocks import Page, PictureBlock, TableBlock
 
+PAGE_FILE = "index.html"
+"""The page for a browser, beside the tables."""
 TABLES = ("itables", "html/dt_bundle.js")
 """The package that sorts tables, and its file, which the page embeds."""
 LONGEST_LINE = 100_000

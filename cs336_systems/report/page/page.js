@@ -64,6 +64,24 @@ function explain(head) {
 for (const kind of ["mouseover", "focusin"]) addEventListener(kind, (event) => explain(event.target.closest?.("th[data-about]") ?? null));
 addEventListener("scroll", () => explain(null), true);
 
+// A kernel of a table leads to its launches in the timeline.
+
+addEventListener("click", (event) => {
+  const kernel = event.target.closest?.("a[data-places]"), picture = kernel && document.querySelector(`${kernel.hash} .drawing`);
+  if (!picture) return;
+  const [left, right, top, bottom] = picture.firstElementChild.dataset.lanes.split(" "), marks = document.createElement("div");
+  marks.className = "marks";
+  Object.assign(marks.style, { inset: `${top}% ${100 - right}% ${100 - bottom}% ${left}%` });
+  for (const place of kernel.dataset.places.split(" ")) {
+    const mark = marks.appendChild(document.createElement("i"));
+    Object.assign(mark.style, { left: `${place / 10}%`, width: "0.15%" });
+  }
+  const name = Object.assign(document.createElement("p"), { className: "note", textContent: `Marked: ${kernel.title || kernel.textContent}` });
+  for (const old of picture.parentElement.querySelectorAll(".marks, .note")) old.remove();
+  picture.append(marks);
+  picture.after(name);
+});
+
 // The theme, and tables that come into view.
 
 function setTheme(dark) {

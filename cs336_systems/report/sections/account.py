@@ -14,12 +14,13 @@ from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
-from ...costs.ranks_time import predicted_time, why_no_time
+from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
+from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
@@ -33,6 +34,7 @@ from ..words import (
     rounded,
     significant,
 )
+from .steps import PARTS
 
 ALL = "all"
 FLOPS = ("forward", "backward", "step")
@@ -71,11 +73,17 @@ class Account:
     """From which the time of the step is predicted."""
     device_name: str | None = None
     """The device of the predicted time."""
+    links: Links | None = None
+    """How several ranks are joined; None if that is not known, or not asked for."""
+    link_source: str = ""
+    """What the rates of the links stand on, or why they are not known, in words."""
 
     @property
     def time(self) -> TimePrediction | None:
         """The predicted time of the step."""
-        return None if self.curves is None else predicted_time(self.config, self.curves)
+        if self.curves is None or (self.config.is_shared and self.links is None):
+            return None
+        return predicted_time(self.config, self.curves, self.links)
 
 
 def account_section(account: Account, top: int) -> Section:
@@ -100,8 +108,57 @@ def account_section(account: Account, top: int) -> Section:
     tables += _checkpoints_tables(config)
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
-    rows = list(parts.values())
-    return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+    return Section(
+        name="account",
+        tables=tuple(tables),
+        rows=list(parts.values()),
+        keys=CSV_COLUMNS,
+        pictures=tuple(_charts(account, prediction)),
+    )
+
+
+def _charts(account: Account, prediction: memory.MemoryPrediction | None) -> Iterator[Chart]:
+    """The predicted time of a step by phase, and what the predicted peak consists of."""
+    config = account.config
+    if account.time is not None:
+        times = {str(phase): 1e3 * time_s for phase, time_s in account.time.phases_s.items()}
+        yield _of_one_bar("time", "Predicted time of a step (ms)", config.label, times, PARTS)
+    if prediction is not None:
+        peak = {
+            str(category): prediction.peak.bytes_of(category) / GIB
+            for category in Category
+            if prediction.peak.bytes_of(category)
+        }
+        title = "What the predicted peak consists of (GiB)"
+        yield _of_one_bar("peak", title, config.label, peak, _CATEGORIES)
+
+
+_COLOURS = (
+    "#0072B2",
+    "#CC79A7",
+    "#222222",
+    "#F0E442",
+    "#009E73",
+    "#701C70",
+    "#56B4E9",
+    "#E69F00",
+    "#D55E00",
+    "#782000",
+    "#6A6A6A",
+    "#BBBBBB",
+)
+_CATEGORIES = {
+    str(category): Style(colour=colour) for category, colour in zip(Category, _COLOURS, strict=True)
+}
+"""Style of each category; those that a measured peak has too look as they do there."""
+
+
+def _of_one_bar(
+    name: str, title: str, label: str, parts: Mapping[str, float], styles: Mapping[str, Style]
+) -> Chart:
+    """A chart of a single bar, whose unit stands in the title."""
+    panel = Panel(label=title, bars=[Bar(name=label, parts=parts)])
+    return Chart(name=name, title=title, settings=label, panels=[panel], styles=styles)
 
 
 def account_answer(account: Account) -> Iterator[str]:
@@ -127,7 +184,8 @@ def account_answer(account: Account) -> Iterator[str]:
         if account.curves is not None:
             kernels = times_of_kernels(account.curves, account.device_name)
             in_fp8 = f"; {times_in_fp8(account.curves)}" if config.fp8 else ""
-            yield f"The time stands on {kernels}{in_fp8}."
+            links = f"; {account.link_source}" if config.is_shared else ""
+            yield f"The time stands on {kernels}{in_fp8}{links}."
     elif account.device is not None:
         yield f"The time is not foretold: {_why_no_time(account)}."
 
@@ -139,7 +197,9 @@ def _why_no_time(account: Account) -> str:
         return "kernels of compiled steps have no times"
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
-    return why_no_time(config, curves) or "the step has settings of which no times are known"
+    if config.is_shared and account.links is None:
+        return account.link_source
+    return "the step has settings of which no times are known"
 
 
 def _interval(time: TimePrediction) -> str:
@@ -553,10 +613,10 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
         "share",
         "formula",
     )
-    notes = ["The sum of all is the peak, to the byte."]
+    notes = []
     if rest := peak.allocated_bytes - sum(part.size_bytes for part in shown):
         more = len(peak.parts) - len(shown)
-        notes.insert(0, f"{more} more hold {significant(rest / MIB)} MiB.")
+        notes.append(f"{more} more hold {significant(rest / MIB)} MiB.")
     title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
     return make_table(title, columns, rows, notes)
 

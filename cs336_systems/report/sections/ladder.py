@@ -499,9 +499,9 @@ def _bar(rung: RungResult) -> Bar:
     mean_ms = rung.step_mean_ms
     if mean_ms is None:
         return Bar(name=rung.rung, failure=rung.ended)
-    gain = ""
+    figures = [f"{significant(mean_ms, 3)} ms"]
     if rung.over_first.ratio is not None and rung.is_credited:
         doubt = f" {DOUBT}" if rung.over_first.is_doubted else ""
-        gain = f", {significant(rung.over_first.ratio, 3)}x{doubt}"
+        figures.append(f"{significant(rung.over_first.ratio, 3)}x{doubt}")
     part = PASSED if rung.is_credited else UNCREDITED
-    return Bar(name=rung.rung, parts={part: mean_ms}, words=f"{significant(mean_ms, 3)} ms{gain}")
+    return Bar(name=rung.rung, parts={part: mean_ms}, figures=figures)

@@ -4,6 +4,7 @@ pictures.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -280,17 +281,22 @@ PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.ite
 
 
 def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
-    """Lying bars of several configurations, as many in one picture as can be read."""
+    """Lying bars of several configurations, as many in one picture as can be read. Each size has a
+    panel with a scale of its own, so that the parts of a short step are seen beside a long one.
+    """
     if len(results) < 2 or all(result.step_mean_ms is None for result in results):
         return
-    bars = phase_bars(results)
-    for number, first in enumerate(range(0, len(bars), MAX_BARS), 1):
-        panel = Panel(label="time (ms)", bars=bars[first : first + MAX_BARS])
+    runs = list(zip(phase_bars(results), results, strict=True))
+    for number, first in enumerate(range(0, len(runs), MAX_BARS), 1):
+        by_size = groupby(runs[first : first + MAX_BARS], key=lambda run: run[1]["size"])
+        panels = [
+            Panel(label="time (ms)", bars=[bar for bar, _ in of_size]) for _, of_size in by_size
+        ]
         yield Chart(
             name=f"step_time_no{number}" if number > 1 else "step_time",
             title=BY_PHASE,
             settings=settings(results),
-            panels=[panel],
+            panels=panels,
             legend_columns=5,
             styles=PARTS,
         )
@@ -299,15 +305,14 @@ def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
 def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
     """A bar for each result: its phases, and the rest of the step if noticeable.
 
-    Its words are the time of the step with the deviation and, on a line of its own, the peak of
-    memory.
+    Its figures are the time of the step with the deviation, and the peak of memory.
     """
     return [_phase_bar(name, result) for name, result in zip(labels(results), results, strict=True)]
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:
     """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
-    noticeable, and step time and peak of memory as words.
+    noticeable, and step time and peak of memory as figures.
     """
     parts = {str(phase): result[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
     parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
@@ -316,11 +321,11 @@ def _phase_bar(name: str, result: StepResult) -> Bar:
         rest_ms = step_ms - sum(parts.values())
         if rest_ms > LEAST_REST * step_ms:
             parts[REST] = rest_ms
-    words = []
+    figures = []
     if step_ms:
         mark = f" {DOUBT}" if in_doubt(result.codes) else ""
-        words.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
+        figures.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
     if result.peak_allocated_gib:
-        words.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
+        figures.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
     failure = result.ended if result.failed else ""
-    return Bar(name=name, parts=parts, words="\n".join(words), failure=failure)
+    return Bar(name=name, parts=parts, figures=figures, failure=failure)

@@ -280,6 +280,7 @@ def test_the_step_of_median_wall_time_is_pictured() -> None:
     assert [(p.stream, ns(p.start_s), ns(p.end_s), ns(p.busy_s)) for p in pictured.pieces] == [
         (3, 30, 80, 50)
     ]
+    assert pictured.places == {"k": (100,)}, "it begins after a tenth of the step"
     window = pictured.windows[-1]
     assert [ns(v) for v in (window.host_start_s, window.host_end_s)] == [10, 300]
     assert [ns(v) for v in (window.device_start_s, window.device_end_s)] == [10, 300]

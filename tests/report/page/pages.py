@@ -62,7 +62,7 @@ def make_page(*blocks):
 
 
 def make_chart(name="small"):
-    bars = [Bar(name=name, parts={name: 1.0}, words=name), Bar(name="xl", failure=name)]
+    bars = [Bar(name=name, parts={name: 1.0}, figures=[name]), Bar(name="xl", failure=name)]
     panel = Panel(label=name, bars=bars)
     styles = {name: Style(colour="#0072B2")}
     return Chart(
@@ -99,7 +99,7 @@ def page_with(text):
     table = type(table)(
         title=text, headings=headings, rows=((text, "1", text), table.rows[1]), notes=(text,)
     )
-    bar = Bar(name=text, parts={text: 1.0}, words=text)
+    bar = Bar(name=text, parts={text: 1.0}, figures=[text])
     bars = Bars(
         title=text,
         bars=[bar, Bar(name="xl", failure=text)],

@@ -10,6 +10,8 @@ import pytest
 
 from cs336.analysis.kernels.step_profile import StepLabel
 from cs336.commands.rebuild import load
+from cs336.report.charts import Bar, Style
+from cs336.report.page.blocks import Bars
 from cs336.report.page.chapters import page_of
 from cs336.report.page.directory import Directory
 from cs336.report.page.html import TABLES, to_html
@@ -18,7 +20,8 @@ from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.text import inert_line
 from tests.committed import DATA
-from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page
+from tests.report.page.cut import CUT, OVERLAPS, drawn_page
+from tests.report.page.pages import HOSTILE_TEXTS, make_page, page_with, table_page
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
 
@@ -162,7 +165,7 @@ def test_the_page_of_a_file_has_a_first_screen_and_fits_a_phone(show, tmp_path, 
     if kind == "snapshot":
         results = Results(records=(), memory=[MemoryEntry(profile=make_memory())])
     tab = show(to_html(page_of(Directory(path=tmp_path, results=results))), height=800)
-    for part in (".answer", ".bars", ".tiles > div", ".trust"):
+    for part in (".answer", ".bars", ".tiles > div"):
         boxes = [place.bounding_box() for place in tab.locator(f"#glance {part}").all()]
         assert boxes
         assert max(box["y"] + box["height"] for box in boxes) <= 800
@@ -220,3 +223,73 @@ def test_a_hostile_text_is_shown_as_it_is_and_the_layout_holds(show, text) -> No
     assert tab.evaluate("window.hacked") is None
     assert tab.locator("main img, main script, main style, main a, svg a").count() == 0
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def assert_nothing_is_cut(tab) -> None:
+    """On wide and narrow windows, and on paper, whose width inside of its margins is 718 pixels."""
+    for width, media in ((1920, "screen"), (1280, "screen"), (718, "print"), (400, "screen")):
+        tab.emulate_media(media=media)
+        tab.set_viewport_size({"width": width, "height": 900})
+        assert tab.evaluate(CUT) == [], width
+        assert tab.evaluate(OVERLAPS) == [], width
+        if media == "screen":
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4, 6])
+def test_no_text_is_cut_and_none_lies_on_another(show, seed) -> None:
+    assert_nothing_is_cut(show(to_html(drawn_page(seed))))
+
+
+@pytest.mark.parametrize("directory", FIRST)
+def test_no_text_of_a_published_page_is_cut(show, directory) -> None:
+    assert_nothing_is_cut(show(page_of_directory(directory)))
+
+
+def test_bars_of_very_different_lengths_are_shares_beside_their_length(show) -> None:
+    """Parts of 1 and 3 are a quarter and three quarters, also where a bar is 100 times as long."""
+    styles = {"a": Style(colour="#0072B2"), "b": Style(colour="#E69F00")}
+    scales = (1.0, 10.0, 100.0)
+    bars = [Bar(name=f"x{scale}", parts={"a": scale / 4, "b": 3 * scale / 4}) for scale in scales]
+    for shown, is_share in ((bars, True), (bars[1:2], False)):
+        block = Bars(title="Bars", bars=shown, styles=styles, unit="ms")
+        tab = show(to_html(make_page(block)))
+        for track in tab.locator(".track").all():
+            first, second = (part.bounding_box()["width"] for part in track.locator("i").all())
+            assert second / first == pytest.approx(3, rel=0.05)
+        boxes = [point.bounding_box() for point in tab.locator(".scale b").all()]
+        assert len(boxes) == (len(shown) if is_share else 0)
+        if is_share:
+            places = [box["x"] for box in boxes]
+            assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=1)
+
+
+def test_a_kernel_of_a_table_leads_to_its_launches_in_the_timeline(show, tmp_path) -> None:
+    profile = make_profile()
+    name = next(kernel.name for kernel in profile.kernels if kernel.phase is None)
+    pictured = replace(profile.pictured, places={name: (0, 250, 999)})
+    results = Results(records=(), kernels=[Explained(profile=replace(profile, pictured=pictured))])
+    tab = show(to_html(page_of(Directory(path=tmp_path, results=results))), table="#kernels")
+    tab.locator("#kernels a[data-places]").first.click()
+    lanes = tab.locator("#picture-timeline .marks").bounding_box()
+    marks = [mark.bounding_box()["x"] for mark in tab.locator(".marks i").all()]
+    shares = [(mark - lanes["x"]) / lanes["width"] for mark in marks]
+    assert shares == pytest.approx([0, 0.25, 0.999], abs=2 / lanes["width"])
+    assert name in tab.inner_text("#picture-timeline + *, #picture-timeline")
+
+
+def test_a_picture_has_a_title_and_a_sentence_and_colours_stay_apart_where_they_are_forced(
+    show,
+) -> None:
+    tab = show(to_html(table_page()))
+    picture = tab.get_by_role("img", name="Bars of small")
+    about = picture.get_attribute("aria-describedby")
+    assert "small" in tab.locator(f"#{about}").text_content()
+    tab = show(page_of_directory("e2e_benchmark/train"))
+    tab.emulate_media(forced_colors="active")
+    colours = tab.evaluate(
+        """[...document.querySelectorAll("#glance .track:first-child i, .lane:first-child i")]
+            .map((part) => getComputedStyle(part).backgroundColor)"""
+    )
+    tab.emulate_media(forced_colors="none")
+    assert len(set(colours)) == 3

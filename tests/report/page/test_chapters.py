@@ -29,7 +29,7 @@ from tests.committed import DATA
 from tests.report import ceilings
 from tests.report.ladders import make_ladder, make_records, shifted
 from tests.report.making import make_config, make_failure, make_record
-from tests.report.page.grid import grid_values
+from tests.report.page.grid import GRID, grid_runs, grid_values
 from tests.report.page.parsed import Parsed
 from tests.report.sections.kernels.profiles import make_entry, make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -128,7 +128,9 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
     text = to_html(
         list_of(Path("data"), found, {Path("attention/broken"): "attention.json: not a study"})
     )
-    pattern = r'<a class="entry" href="(.*?)">\s*<span class="thumbnail".*?>(.*?)</span>\s*<b>'
+    pattern = (
+        r'<a class="entry" href="(.*?)">\s*<span class="thumbnail".*?>(.*?)</span>\s*<span><b>'
+    )
     links = re.findall(pattern, text, re.DOTALL)
     assert {link for link, _ in links} == {f"{kind}/a/index.html" for kind in FIRST_TABLES}
     without = {link.partition("/")[0] for link, thumbnail in links if "<figure" not in thumbnail}
@@ -136,6 +138,17 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
         "these have no picture"
     )
     assert "attention/broken: attention.json: not a study" in text
+
+
+def test_the_list_names_the_device_and_the_days_of_each_page() -> None:
+    runs = grid_runs().values()
+    days = sorted({run["started_at"][:10] for run in runs})
+    (device,) = {run["environment"]["identity"]["device_name"] for run in runs}
+    page = page_of(load(GRID))
+    assert device in page.source
+    assert {days[0], days[-1]} <= set(re.findall(r"[\d-]{10}", page.source))
+    listed = to_html(list_of(Path("data"), {Path("train"): page}, {}))
+    assert f'<span class="source">{page.source}</span>' in listed
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,15 @@ def figures(monkeypatch):
 
 def drawn_bars(figure):
     """The lengths of the parts of each bar, by its name."""
-    (panel,) = figure.axes
-    labels = [label.get_text() for label in panel.get_yticklabels()]
-    return {
-        name: [
-            bar.get_width()
-            for bar in panel.patches
-            if round(bar.get_y() + bar.get_height() / 2) == place
-        ]
-        for place, name in enumerate(labels)
-    }
+    lengths = {}
+    for panel in figure.axes:
+        for place, label in enumerate(panel.get_yticklabels()):
+            lengths[label.get_text()] = [
+                bar.get_width()
+                for bar in panel.patches
+                if round(bar.get_y() + bar.get_height() / 2) == place
+            ]
+    return lengths
 
 
 def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, figures, tmp_path):
@@ -43,6 +42,10 @@ def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, f
         texts(figure)
     )
     assert overlaps(figure) == []
+    assert len(figure.axes) == 2
+    for panel, size in zip(figure.axes, ("small", "xl"), strict=True):
+        of_size = [sum(parts) for name, parts in lengths.items() if name.startswith(size)]
+        assert panel.get_xlim()[1] == pytest.approx(max(of_size)), "a size has its own scale"
 
 
 def test_all_configurations_are_drawn_in_some_picture(figures, tmp_path):

@@ -20,6 +20,7 @@ from ...identity import file_names
 from ...section import Section, Table, findings_table, labels, make_table, with_note
 from ...words import percent, ratio, rounded
 from ..plugged import added_sections
+from .bars import communication_chart, configuration_chart
 from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
@@ -114,9 +115,6 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
         (entry,) = entries
         shown = _sections_of_one(entry, TOP_ON_A_PAGE)
         return [section for section in shown if _says_more(section.name, entry.profile)]
-    # matplotlib is slow to import, and tables do not need it
-    from .plots import communication_chart, configuration_chart
-
     profiles = [entry.profile for entry in entries]
     labelled = list(zip(labels(entries), profiles, strict=True))
     pictures: list[Picture] = []
@@ -187,6 +185,11 @@ def write_kernels(
     return write_files(files, directory, formats)
 
 
+def keep_profile(profile: StepProfile, directory: Path) -> None:
+    """Write the profile itself into its directory."""
+    write_files({PROFILE_FILE: encode_profile(profile)}, directory)
+
+
 PROFILE_FILE = "profile.json"
 """The profile of a single file, in its directory."""
 TOP_ON_A_PAGE = 10
@@ -240,6 +243,7 @@ def _kernel_rows(profile: StepProfile, phase: LaunchPhase | None) -> list[Row]:
     """A row for each kernel of the phase, or of the whole step."""
     kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
     total_s = added(kernels).total_s
+    places = {} if profile.pictured is None else profile.pictured.places
     rows = []
     for kernel in kernels:
         row: Row = {
@@ -250,6 +254,7 @@ def _kernel_rows(profile: StepProfile, phase: LaunchPhase | None) -> list[Row]:
             **_per_step(kernel, profile.num_steps),
             "count": kernel.count,
             "name": kernel.name,
+            "places": places.get(kernel.name),
         }
         times_s = (kernel.mean_s, kernel.median_s, kernel.min_s, kernel.max_s, kernel.stdev_s)
         for name, time_s in zip(_OF_LAUNCHES, times_s, strict=True):

@@ -1,4 +1,4 @@
-"""Pictures of profiled steps: one step over time, classes of kernels, and communication."""
+"""Pictures of profiled steps over time: one step, and several beside each other."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
 from ....text import shorten
 from ... import draw
-from ...charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
+from ...charts import CLASS_COLOURS
 from ...draw import LONGEST_SOURCE
 from ...words import significant
-from .sums import busy_s, collectives_s, grouped, total, wall_s
+from .bars import devices_of
 
 Times = NDArray[np.float64]
 CELLS = 260
@@ -61,7 +61,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     lane_height = 1.5 if len(streams) == 1 else 0.85
     heights = [0.8 if is_gpu else 0.35, *[lane_height] * len(streams)]
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    words = [name, source, *_devices([profile]), *_step_words(profile, step)]
+    words = [name, source, *devices_of([profile]), *_step_words(profile, step)]
     legend_rows = math.ceil(len(kinds) / LEGEND_COLUMNS)
     figure = draw.new_figure(
         6.5,
@@ -122,11 +122,6 @@ def _step_words(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
     left_out = len({piece.stream for piece in step.pieces}) - MAX_STREAMS
     if left_out > 0:
         yield f"{left_out} less busy streams left out"
-
-
-def _devices(profiles: Sequence[StepProfile]) -> list[str]:
-    """Names of the devices, each once."""
-    return list(dict.fromkeys(name for profile in profiles for name in profile.device_names))
 
 
 def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
@@ -237,7 +232,7 @@ def draw_steps(profile: StepProfile) -> Figure:
         6.5,
         1.3 + LANE_INCHES * len(order) + 0.19 * math.ceil(len(shown) / LEGEND_COLUMNS),
         f"{len(order)} of {profile.num_steps:,} steps",
-        ", ".join([source, *_devices([profile])]),
+        ", ".join([source, *devices_of([profile])]),
     )
     lanes = figure.subplots(len(order), 1, sharex=True).tolist()
     longest_s = max(step.wall_s for step in profile.beside)
@@ -267,113 +262,3 @@ def _draw_beside(lane: Axes, step: PicturedStep, name: str, longest_s: float) ->
         start_s, end_s = window.device_start_s, window.device_end_s
         if word := _name_in(window, (end_s - start_s) / (CHARACTER * longest_s)):
             lane.text((start_s + end_s) * 500, 110, word, ha="center", fontsize=7)
-
-
-COPIES = "copy by the driver"
-IDLE = "idle"
-STYLES = {
-    **{str(kind): Style(colour=colour) for kind, colour in CLASS_COLOURS.items()},
-    COPIES: Style(colour="#FFFFFF", pattern="x", ink=CLASS_COLOURS[KernelClass.COPY_AND_FILL]),
-    IDLE: Style(colour="#FFFFFF", pattern="/", ink=REST_COLOUR),
-}
-"""Style of each part that a bar may have, in the order of draw."""
-COMPUTING, OVERLAPPED, EXPOSED = "computing", "computing and communicating", "communicating"
-COMMUNICATION = {
-    COMPUTING: Style(colour="#4C72B0"),
-    OVERLAPPED: Style(colour="#FFFFFF", pattern="/", ink="#4C72B0"),
-    EXPOSED: Style(colour=FAILURE_COLOUR),
-    IDLE: STYLES[IDLE],
-}
-
-
-def parts_ms(profile: StepProfile) -> dict[str, float]:
-    """Milliseconds per step of each class of kernel, of copies by the driver, and of the idle rest,
-    in drawing order.
-
-    Together they are the step's wall time, or more if kernels overlapped. A CPU is never idle.
-    """
-    sums = grouped(profile.classes, lambda row: row.kind)
-    parts_s = {str(kind): sums[kind].total_s for kind in CLASS_COLOURS if kind in sums}
-    parts_s[COPIES] = total(times.copy_s for times in profile.phases)
-    if profile.work is Work.KERNELS:
-        parts_s[IDLE] = wall_s(profile) - busy_s(profile)
-    steps = profile.num_steps
-    return {name: time_s / steps * 1e3 for name, time_s in parts_s.items() if time_s > 0}
-
-
-Labelled = Sequence[tuple[str, StepProfile]]
-"""Profiles, each with the label of its configuration."""
-
-
-def configuration_chart(profiles: Labelled) -> Chart | None:
-    """A bar for each labelled profile: the part of its step that each class of kernel took, and
-    that was idle.
-
-    The whole is the step's wall time, and longer where kernels ran side by side. None for fewer
-    than two profiles.
-    """
-    if len(profiles) < 2:
-        return None
-    bars = []
-    for name, profile in _numbered(profiles):
-        parts, step_ms = parts_ms(profile), wall_s(profile) / profile.num_steps * 1e3
-        whole_ms = sum(parts.values()) or 1.0
-        shares = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
-        bars.append(Bar(name=name, parts=shares, words=f"{significant(step_ms, 3)} ms"))
-    label = "share of the step under the profiler (%); its time is on the right"
-    return Chart(
-        name="configurations",
-        title="Where the time of a profiled step goes, by configuration",
-        settings=_settings(profiles),
-        styles=STYLES,
-        panels=[Panel(label=label, bars=bars)],
-    )
-
-
-def communication_chart(profiles: Labelled) -> Chart | None:
-    """A bar for each labelled profile of a run on several ranks: when its device computed,
-    communicated, or did both.
-
-    None if fewer than two of them have collectives.
-    """
-    shared = [(name, profile) for name, profile in profiles if profile.communication]
-    if len(shared) < 2:
-        return None
-    bars = []
-    for name, profile in _numbered(shared):
-        times_s = (
-            wall_s(profile),
-            busy_s(profile),
-            collectives_s(profile),
-            collectives_s(profile, exposed=True),
-        )
-        wall_ms, busy_ms, both_ms, exposed_ms = (
-            time_s / profile.num_steps * 1e3 for time_s in times_s
-        )
-        parts = {
-            COMPUTING: busy_ms - both_ms,
-            OVERLAPPED: both_ms - exposed_ms,
-            EXPOSED: exposed_ms,
-            IDLE: wall_ms - busy_ms,
-        }
-        words = (
-            f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
-        )
-        bars.append(Bar(name=name, parts=parts, words=words))
-    return Chart(
-        name="communication",
-        title="How much of a profiled step's communication is hidden",
-        settings=_settings(shared),
-        styles=COMMUNICATION,
-        panels=[Panel(label="time of a step on the device, under the profiler (ms)", bars=bars)],
-    )
-
-
-def _numbered(profiles: Labelled) -> Labelled:
-    """The profiles, each label with its number where it is there several times."""
-    labels = distinct(label for label, _ in profiles)
-    return list(zip(labels, (profile for _, profile in profiles), strict=True))
-
-
-def _settings(profiles: Labelled) -> str:
-    return ", ".join(_devices([profile for _, profile in profiles]))

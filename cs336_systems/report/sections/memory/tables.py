@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ....analysis.memory.notes import START
 from ....analysis.memory.profile import (
@@ -41,9 +42,9 @@ from ...section import (
 )
 from ...words import GIB, MIB, count, label, percent, ratio
 from ..plugged import added_sections
+from .bars import peak_charts
 from .entry import MemoryEntry, difference_bytes, typical
 from .findings import answer, findings
-from .plots import draw_memory, peak_charts
 from .words import (
     GIB_CELL,
     MIB_CELL,
@@ -57,6 +58,9 @@ from .words import (
     size,
     unit_for,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MEMORY_FILE = "memory.json"
 """The profile of a single snapshot, in its directory."""
@@ -372,7 +376,7 @@ def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[
     added = added_sections(MemoryEntry, entries)
     profile = entries[0].profile
     if entries[0].subject is None:
-        timeline = Drawing("timeline", partial(draw_memory, profile))
+        timeline = Drawing("timeline", partial(_draw, profile))
         sections += [blocks(profile), Section(name="timeline", pictures=[timeline])]
         return sections + added
     pictures: list[Picture] = [*peak_charts(entries), *_timelines(entries)]
@@ -398,6 +402,11 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     sections += added_sections(MemoryEntry, alone)
     tables = [further, *(table for section in sections for table in section.tables)]
     return [table for table in tables if table.rows]
+
+
+def keep_memory(profile: MemoryProfile, directory: Path) -> None:
+    """Write the profile itself into its directory."""
+    write_files({MEMORY_FILE: encode_memory_profile(profile)}, directory)
 
 
 def write_memory(
@@ -429,12 +438,19 @@ def _findings(profile: MemoryProfile) -> Table:
     return with_note(findings_table(findings(profile)), about(profile))
 
 
+def _draw(profile: MemoryProfile, settings: str = "", name: str = "") -> "Figure":
+    """The picture of `draw_memory`, imported here: matplotlib is slow to import."""
+    from .plots import draw_memory
+
+    return draw_memory(profile, settings, name)
+
+
 def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
     """The picture of allocated memory over time for each run."""
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
     stems = file_names(entry.subject.key for entry in entries if entry.subject)
     drawings = []
     for entry, title, stem in zip(entries, titles, stems, strict=True):
-        draw = partial(draw_memory, entry.profile, settings([entry]), title)
+        draw = partial(_draw, entry.profile, settings([entry]), title)
         drawings.append(Drawing(f"{stem}_timeline", draw))
     return drawings

@@ -13,21 +13,18 @@ from cs336.analysis.kernels.step_profile import PicturedStep, StepLabel, StepPro
 from cs336.report import charts, draw
 from cs336.report.charts import Chart
 from cs336.report.draw import figure_of
-from cs336.report.sections.kernels.plots import (
+from cs336.report.sections.kernels.bars import (
     COMPUTING,
     COPIES,
     EXPOSED,
     IDLE,
-    MAX_STREAMS,
     OVERLAPPED,
     STYLES,
     communication_chart,
     configuration_chart,
-    draw_steps,
-    draw_timeline,
     parts_ms,
-    utilisation,
 )
+from cs336.report.sections.kernels.plots import MAX_STREAMS, draw_steps, draw_timeline, utilisation
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
@@ -88,7 +85,7 @@ def test_configurations_share_a_scale_of_100() -> None:
         [("small, 128", make_profile()), ("on a CPU", make_cpu_profile())]
     ).panels
     gpu, cpu = panel.bars
-    assert [(bar.name, bar.words, sum(bar.parts.values())) for bar in panel.bars] == [
+    assert [(bar.name, *bar.figures, sum(bar.parts.values())) for bar in panel.bars] == [
         ("small, 128", "26.0 ms", pytest.approx(100)),
         ("on a CPU", "32.0 ms", pytest.approx(100)),
     ]

@@ -11,8 +11,9 @@ from matplotlib.colors import to_hex
 from cs336.analysis.memory.profile import Category
 from cs336.report import charts
 from cs336.report.draw import figure_of
+from cs336.report.sections.memory.bars import peak_charts
 from cs336.report.sections.memory.entry import MemoryEntry
-from cs336.report.sections.memory.plots import draw_memory, peak_charts
+from cs336.report.sections.memory.plots import draw_memory
 from tests.report.drawn import overlaps, texts
 from tests.report.making import make_config
 from tests.report.sections.kernels.test_plots import SIGHT, lab
