@@ -4,6 +4,7 @@ from the records, and how far predicted times of steps were off. The file of ano
 directory and a page of its own.
 """
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path

@@ -28,6 +28,7 @@ from ..model.blocks import copy_of_kinds, keep_kinds
 from ..model.trainable import make_model, make_of_user
 from ..model.user_code import checked_module, is_our_message, load_factory, told
 from ..model_file import is_model_file
+from ..posix_needed import IS_POSIX
 from .clock import StepTimes
 from .own_step import as_if_available, note_gradients, note_state, own_steps
 from .step import TrainingStep
@@ -516,7 +517,7 @@ if __name__ == "__main__":
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # where the user's code prints
-    is_forking = FORKING in sys.argv[1:]
+    is_forking = IS_POSIX and FORKING in sys.argv[1:]
     if is_forking:
         import_module("torch._dynamo")  # by which most meta kernels go; once for all copies
     with suppress(BrokenPipeError):  # the process that asks has ended
