@@ -1,5 +1,4 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again
-import os
 from the records, and how far predicted times of steps were off. The file of another program gets a
 directory and a page of its own.
 """
