@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,7 +103,11 @@ def read_json(
                 is_newer=True,
             )
         if file_version < version and if_older is not None:
-            raise error(path, f"needed format version {version}, got {file_version}: {if_older}")
+            # another program's file may have a version too
+            fields, _ = _KINDS[what]
+            if fields <= _field_names(data):
+                needed = f"needed format version {version}, got {file_version}"
+                raise error(path, f"{needed}: {if_older}")
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as reason:
         refuse_another_kind(path, data, what, error)
@@ -116,13 +120,18 @@ def refuse_another_kind(
     """Raise `error` if the data is another kind of this program's files; the message says which
     command reads it.
     """
-    try:
-        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return
+    names = _field_names(data)
     for kind, (fields, reader) in _KINDS.items():
         if fields <= names and kind != needed:
             raise error(path, f"this is {kind}, which {reader}; needed {needed}")
+
+
+def _field_names(data: bytes | bytearray) -> Set[str]:
+    """The names of the fields of the object in the JSON; none if it holds something else."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return frozenset()
 
 
 def why_no_file(path: Path) -> str | None:
@@ -167,8 +176,15 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Flush the directory's entries to the disk, so that a new file survives a crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Flush the directory's entries to the disk, so that a new file survives a crash.
+
+    Where the system does not let a directory be opened, as Windows does not, it flushes them by
+    itself.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -3,10 +3,17 @@ status 130.
 """
 
 import os
+import signal
 from typing import NoReturn
 
 STATUS = 130
 LINE = "interrupted"
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""Signals that end a command: Ctrl-C, the system, a closing terminal, which Windows has no signal
+for; often sent to the whole process group.
+"""
 
 
 def end_at_once(*_: object) -> NoReturn:

@@ -8,9 +8,9 @@ packages that try to import something and go on without it.
 import gc
 import signal
 
-from .interrupt import end_at_once
+from .interrupt import STOP_SIGNALS, end_at_once
 
-for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for _number in STOP_SIGNALS:
     # a worker has its own handlers, and under nohup SIGHUP is ignored
     if signal.getsignal(_number) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(_number, end_at_once)

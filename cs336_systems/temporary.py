@@ -4,10 +4,13 @@ A process that is killed can tidy nothing, so shells that outlive it do: each wa
 closed whose other end this process alone has. What is left where the shell was killed too is
 removed by the next process that makes such a directory: those in use are locked, and the kernel
 releases a lock when its holder ends.
+
+Windows has neither that shell nor these locks: there a directory is removed when this process ends
+by itself.
 """
 
+import atexit
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -16,6 +19,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from .posix_needed import IS_POSIX
+
+if IS_POSIX:
+    import fcntl
 
 PREFIX = "cs336_tmp-"
 
@@ -46,6 +54,15 @@ def shared_directory() -> str:
 
 
 def _make_in(where: Path) -> str:
+    """Make a directory in `where`, which is removed once this process has ended."""
+    if IS_POSIX:
+        return _make_watched(where)
+    directory = tempfile.mkdtemp(prefix=PREFIX, dir=where)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _make_watched(where: Path) -> str:
     """Make a directory in `where`, which a shell removes once this process has ended.
 
     The shell is no child of this process, because Ray kills the children of a process that it ends.
@@ -88,8 +105,12 @@ def run_for_this_process(command: Sequence[str], output: Path) -> int:
 
     Program and descendants end when this process does too. They are a process group of their own,
     in which a shell waits for that. The shell is the program's parent, as a program may wait for
-    every child that it has.
+    every child that it has. On Windows the program goes on when this process is killed.
     """
+    if not IS_POSIX:
+        with output.open("wb") as file:
+            null, both = subprocess.DEVNULL, subprocess.STDOUT
+            return subprocess.run(command, stdin=null, stdout=file, stderr=both).returncode
     script = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) >/dev/null 2>&1 & "$@" 3<&-; exit $?'
     reader, writer = os.pipe()
     with output.open("wb") as file:

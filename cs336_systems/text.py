@@ -5,10 +5,13 @@ It becomes inert where it leaves this program: here on its way to a terminal, in
 in tables and CSV files, in `report/page/chapters.py` in HTML, in `report/draw.py` in pictures.
 """
 
+import os
 import re
+import shlex
+import subprocess
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 LONGEST_LINE = 4000
 """Most characters of a line that is printed, unless its caller wants fewer."""
@@ -38,6 +41,11 @@ def print_line(text: str) -> None:
 def print_aside(text: str) -> None:
     """Print one line on standard error: a note, a warning or an error."""
     print(inert_line(text), file=sys.stderr, flush=True)
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The words as a line to type: shells of Windows know no single quotes."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def plain_word(text: str) -> str:

@@ -19,8 +19,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 from cs336.costs import kernels
+from cs336.interrupt import STOP_SIGNALS
 from cs336.sweep import isolation
-from cs336.sweep.process import STOP_SIGNALS
 
 CHECKED = (
     "model.transformer",
@@ -54,7 +54,11 @@ LONG = (
     "test_start_up",
     "test_worker_faults",
     "test_fast",
+    "test_notebook",
+    "test_other_systems",
     "test_ways",
+    "test_step_costs",
+    "test_pytest_plugin",
 )
 """Files with few tests that take ten seconds and more."""
 
@@ -63,7 +67,7 @@ LONG = (
 def loops_are_not_reported_at_the_end() -> Iterator[None]:
     """Forget the loops that a test has watched, which the end of the process would report."""
     yield
-    exits = sys.modules.get("cs336.watched.exit")
+    exits = sys.modules.get("cs336.watched.loop")
     for loop in list(exits.UNREPORTED) if exits else ():
         loop.remove()
 

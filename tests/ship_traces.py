@@ -1,14 +1,16 @@
 """Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of
-the step.
+the step, and `python -m tests.ship_traces compiled` adds those of compiled steps that are missing.
 
 Run it with PyTorch 2.11, by which the published records were measured: from 2.13 on autocast runs
 RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
 """
 
 import itertools
+import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  so that this process traces, and not one for each step
@@ -16,6 +18,7 @@ import torch  # noqa: F401  so that this process traces, and not one for each st
 from cs336.config import (
     SIZES,
     Attention,
+    CompileMode,
     Device,
     Mode,
     OptimizerKind,
@@ -24,9 +27,11 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs import traces
+from cs336.costs.compiled import steps_to_compile, why_refused
 from cs336.costs.depth import of_depth
 from cs336.costs.memory import is_fast_step, is_predictable
 from cs336.costs.shards import plain
+from cs336.costs.traces import is_compiled
 from cs336.model.fast.choose import fastest
 from cs336.record import load_records
 from tests.committed import committed_runs
@@ -107,6 +112,16 @@ def shallow() -> Iterator[RunConfig]:
             yield of_depth(replace(config, model=model), blocks)
 
 
+def compiled() -> Iterator[RunConfig]:
+    """Steps under torch.compile whose tapes come with the program: measured ones, and presets."""
+    for runs in committed_runs():
+        for record in load_records(runs)[0]:
+            if is_compiled(record.config) and not why_refused(record.config):
+                yield record.config
+    for precision, size in itertools.product(precisions(), ("small", "medium", "large", "xl")):
+        yield on_gpu(size, precision=precision, compile=CompileMode.DEFAULT)
+
+
 def precisions() -> tuple[Precision, ...]:
     return Precision.FP32, Precision.BF16
 
@@ -121,15 +136,44 @@ def wanted() -> dict[str, RunConfig]:
     }
 
 
+def compiled_names() -> dict[str, RunConfig]:
+    """The steps to compile for these, by the names of their tapes."""
+    names = {}
+    for config in compiled():
+        for step in steps_to_compile(config)[0]:
+            names[traces.compiled_name(traces.compiled_as(step), traces.COMPILER)] = step
+    return names
+
+
 def main() -> None:
-    """Trace all of these steps anew, and write the archive."""
+    """Trace all of these steps anew, and write the archive; or compile those that are missing."""
+    if sys.argv[1:] == ["compiled"]:
+        add_compiled()
+        return
     traces._shipped.cache_clear()
     traces.SHIPPED.unlink(missing_ok=True)
     every = wanted()
     traces.prepare(every.values())
-    with zipfile.ZipFile(traces.SHIPPED, "w") as archive:
-        for name in sorted(every):
-            data = traces._kept(name)
+    write(traces.SHIPPED, every)
+
+
+def add_compiled() -> None:
+    """Compile the steps that are missing in the archive of compiled ones, and write it."""
+    every = compiled_names()
+    for step in every.values():
+        (tape,) = traces.compiled_tapes([step])
+        assert tape.compiler == traces.COMPILER, (step.label, tape.failure)
+        print(step.label, flush=True)
+    write(traces.SHIPPED_COMPILED, every)
+
+
+def write(path: Path, names: Iterable[str]) -> None:
+    """Write an archive of the tapes of these names."""
+    contents = {}
+    for name in sorted(names):
+        contents[name] = traces._kept(name)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in contents.items():
             assert data is not None
             archive.writestr(zipfile.ZipInfo(name), data)
 

@@ -31,6 +31,7 @@ FOLDERS = (
 those before it, and from BASE.
 """
 BASE = (
+    "posix_needed",
     "torch_needed",
     "",
     "interrupt",
@@ -51,14 +52,16 @@ BASE = (
     "record",
 )
 """Modules of the package root that every folder may import, from the bottom up."""
-TOP = ("cli", "start", "__main__")
+TOP = ("tested_step", "pytest_plugin", "cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
 ELSEWHERE = (
     "sweep.worker",
     "sweep.ranks",
     "sweep.cluster",
+    "costs.graphs",
     "costs.internals",
+    "costs.compiling",
     "costs.on_cuda",
     "costs.operators",
     "costs.trace",

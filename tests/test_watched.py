@@ -23,6 +23,7 @@ from cs336.cli import main
 from cs336.config import SIZES, Mode, Phase, Profiler, RunConfig
 from cs336.model.annotate import annotate
 from cs336.record import WarningCode, load_records, read_record, write_record
+from cs336.watched.observer import Observers
 from cs336.watched.profiled import PROFILED_STEPS, Profiled
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.measure.allocator import make_up_allocator
@@ -230,7 +231,8 @@ def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, 
     loop_in_memory = replace(watched._loop, profiler=Profiler.MEMORY)
     recorded = Profiled(model, (optimizer,), loop_in_memory, tmp_path)
     watched._parts.profiled = recorded
-    watched._parts.observe([recorded])
+    watched._parts.steps.observers = observers = Observers([recorded])
+    watched._parts.timeline.told = observers.phase_begins
     loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
     recorded.move(tmp_path / "raw.pickle")
     notes = read_notes(notes_path(tmp_path / "raw.pickle"))

@@ -4,8 +4,8 @@ The verdict is on the interval of a mean, so that a limit within it is not excee
 told.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ..config import Phase
@@ -28,35 +28,6 @@ class Interval(NamedTuple):
     def scaled(self, factor: float) -> "Interval":
         """The interval in another unit."""
         return Interval(*(number * factor for number in self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a run may take at most, and what it must do at least; None is not limited."""
-
-    step_ms: float | None = None
-    """Longest mean step."""
-    peak_gib: float | None = None
-    """Most memory that is allocated at any time."""
-    mfu: float | None = None
-    """Least model FLOPs over the peak of the data sheet, as a share of 1."""
-    tokens_per_s: float | None = None
-    """Least rate; of a loop, with what lies between its steps."""
-
-    def __post_init__(self) -> None:
-        for name, limit in self.given().items():
-            if not limit > 0:
-                raise ValueError(f"budget: {name} must be above 0, got {limit}")
-
-    def given(self) -> dict[str, float]:
-        """The limits that there are."""
-        limits = {
-            "step_ms": self.step_ms,
-            "peak_gib": self.peak_gib,
-            "mfu": self.mfu,
-            "tokens_per_s": self.tokens_per_s,
-        }
-        return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 LEAST = ("mfu", "tokens_per_s")
@@ -90,6 +61,43 @@ class Verdict:
         return f"{self.name} is {value} ({low} to {high}), needed {bound} {self.limit:.4g}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a run may take at most, and what it must do at least; None is not limited."""
+
+    step_ms: float | None = None
+    """Longest mean step."""
+    peak_gib: float | None = None
+    """Most memory that is allocated at any time."""
+    mfu: float | None = None
+    """Least model FLOPs over the peak of the data sheet, as a share of 1."""
+    tokens_per_s: float | None = None
+    """Least rate; of a loop, with what lies between its steps."""
+    saved_gib: float | None = None
+    """Most memory that forward passes of a traced step keep for backward."""
+    flops: float | None = None
+    """Most FLOPs of a traced step."""
+    operations: float | None = None
+    """Most operations that a traced step dispatches."""
+
+    def __post_init__(self) -> None:
+        for name, limit in self.given().items():
+            if not limit > 0:
+                raise ValueError(f"budget: {name} must be above 0, got {limit}")
+
+    def given(self) -> dict[str, float]:
+        """The limits that there are."""
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    def verdicts(self, seen: Mapping[str, Interval | None]) -> list[Verdict]:
+        """The verdict on each limit, of what was seen by name."""
+        return [
+            Verdict(name=name, limit=limit, seen=seen.get(name))
+            for name, limit in self.given().items()
+        ]
+
+
 def verdicts(record: RunRecord, limits: Limits, mfu: float | None = None) -> list[Verdict]:
     """The verdict on each limit; `mfu` is that of the record's mean step, if it is known."""
     step = mean_interval_of_steps(_times_s(record))
@@ -99,9 +107,7 @@ def verdicts(record: RunRecord, limits: Limits, mfu: float | None = None) -> lis
         "mfu": _rate(mfu, step),
         "tokens_per_s": _tokens_per_s(record),
     }
-    return [
-        Verdict(name=name, limit=limit, seen=seen[name]) for name, limit in limits.given().items()
-    ]
+    return limits.verdicts(seen)
 
 
 def check(told: Sequence[Verdict]) -> None:
@@ -122,6 +128,11 @@ def mean_interval_of_steps(values: Sequence[float]) -> Interval | None:
     return Interval(mean, mean * (1 - half), mean * (1 + half))
 
 
+def exactly(value: float) -> Interval:
+    """A value that is known without an error."""
+    return Interval(value, value, value)
+
+
 def _times_s(record: RunRecord) -> tuple[float, ...]:
     step = record.measurement(Phase.STEP)
     return step.times_s if step else ()
@@ -131,8 +142,7 @@ def _peak_gib(record: RunRecord) -> Interval | None:
     """The peak, which is known exactly."""
     if record.memory is None:
         return None
-    gib = record.memory.peak_allocated_bytes / 2**30
-    return Interval(gib, gib, gib)
+    return exactly(record.memory.peak_allocated_bytes / 2**30)
 
 
 def _rate(value: float | None, step: Interval | None) -> Interval | None:

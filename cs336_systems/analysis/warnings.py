@@ -116,6 +116,14 @@ def in_doubt(codes: Iterable[str]) -> bool:
     return not DOUBTFUL.isdisjoint(codes)
 
 
+def may_be_in_doubt(times_s: Sequence[float]) -> bool:
+    """Whether any of the warnings about times can doubt these, by their range alone: fewer than
+    MIN_DRIFT_STEPS of them do not drift, and neither the scatter nor an outlier exceeds the range.
+    """
+    spread = max(times_s) / min(times_s) - 1
+    return len(times_s) >= MIN_DRIFT_STEPS or spread >= min(MAX_CV, MIN_OUTLIER)
+
+
 def measurement_warnings(
     measured: Measurement | None, repeated: Repeated
 ) -> tuple[RunWarning, ...]:

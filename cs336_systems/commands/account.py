@@ -17,6 +17,8 @@ from ..costs.hardware import (
     find_device,
     is_short_for,
 )
+from ..costs.networks import links_of
+from ..costs.ranks_time import Links
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes
@@ -101,6 +103,9 @@ class ForecastArguments(flags.OutputArguments):
     "precision",
     "optimizer",
     "fp8",
+    "compile",
+    "bf16_moments",
+    "bf16_stream",
     "checkpoint_blocks",
     "parallel",
     "ranks",
@@ -114,7 +119,9 @@ class AccountArguments(flags.Flags, ForecastArguments):
     model, the peak of memory by what it holds, and the time.
 
     The numbers are those of an eager step on a GPU, or of one with --fast; computing them needs no
-    GPU, and torch only for steps whose trace does not come with the program.
+    GPU, and torch only for steps whose trace does not come with the program. With --compile default
+    memory is that of the compiled step, and no time is foretold: inductor compiles a few blocks for
+    a GPU that is not there, which takes about half a minute.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
     """
@@ -231,6 +238,18 @@ def curves_meant(
     return None if device is None else data_sheet_curves(device)
 
 
+def _links(
+    config: RunConfig, name: str | None, device: DeviceSpec | None, ceilings: Ceilings
+) -> tuple[Links | None, str]:
+    """How the ranks of a step are joined, and in words what says so, or why nothing does."""
+    if name is None or not config.is_shared:
+        return None, ""
+    try:
+        return links_of(name, device, ceilings.collectives(name), gpus=config.ranks)
+    except ValueError as error:
+        return None, str(error)
+
+
 @one_tracer()
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
@@ -242,10 +261,11 @@ def run(arguments: AccountArguments) -> int:
     require_tapes(config)
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
-        prepare_forecasts([config], of_users=True)
+        prepare_forecasts([config.with_defaults("compile")], of_users=True)
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
-            raise UsageError(name + why_untraced(config).removeprefix(name))
+            why = why_untraced(config) or "needed a factory of a model, and this one makes a step"
+            raise UsageError(name + why.removeprefix(name))
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
     from ..report.sections.account import (
@@ -256,6 +276,7 @@ def run(arguments: AccountArguments) -> int:
         summary_tables,
     )
 
+    links, link_source = _links(config, name, device, ceilings)
     account = Account(
         config=config,
         device=device,
@@ -263,6 +284,8 @@ def run(arguments: AccountArguments) -> int:
         collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
         curves=curves_meant(name, device, config, ceilings),
         device_name=name,
+        links=links,
+        link_source=link_source,
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:

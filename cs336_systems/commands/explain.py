@@ -181,7 +181,8 @@ class MemoryArguments(FileArguments):
         from ..report.sections.memory.findings import answer
         from ..report.sections.memory.tables import keep_memory, tables_of_one, write_memory
 
-        is_profile = self.file.suffix == ".json"
+        head = read_head(self.file, HEAD_BYTES, self.NEEDED)
+        is_profile = self.file.suffix == ".json" or head.lstrip().startswith(b"{")
         if is_profile and self.device is not None:
             raise UsageError(
                 f"--device needs the snapshot itself, and {self.file} is a profile of one device"

@@ -174,9 +174,9 @@ def print_profile_paths(subjects: Iterable[Subject], runs: Path) -> None:
         print_line(f"{folder.name}: {where} (open with {VIEWERS[profiler]})")
 
 
-_CLOSED = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe whose reader has ended (`| head`, Ctrl-C in `| tee log`) and of a closed
-terminal.
+_CLOSED = (errno.EPIPE, errno.EIO, errno.EINVAL)
+"""Errors of a pipe whose reader has ended (`| head`, Ctrl-C in `| tee log`), of a closed terminal,
+and of such a pipe on Windows.
 """
 
 
@@ -242,11 +242,13 @@ def print_last(text: str) -> None:
 
 def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) -> TextIO:
     """The stream on an `_Output`; a stream that has replaced the original one, as in a test, is
-    left alone.
+    left alone, and so is a console of Windows, to which no plain file can write.
     """
     if stream is None:
-        return open(descriptor, "w", closefd=False)
+        return open(descriptor, "w", encoding="utf-8", closefd=False)
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
+        return stream
+    if not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
         return stream
     raw = _Output(stream.fileno(), "wb", closefd=False)
     raw.is_for_results = descriptor == 1

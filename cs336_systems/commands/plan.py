@@ -3,6 +3,7 @@ layout.
 """
 
 import re
+from contextlib import suppress
 from dataclasses import field, replace
 from functools import cached_property, partial
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from ..costs.ranks_time import Links
 from ..costs.recipes import Recipe
 from ..costs.shards import FP32_BYTES, factor_bytes
 from ..costs.traces import one_tracer, require_tape
-from ..costs.training import Training, plan_training
+from ..costs.training import GlobalBatch, Training, plan_training
 from ..model_file import is_model_file, longest_context
 from ..report.words import GIB, GIGA
 from ..studies.ceilings_files import Ceilings
@@ -39,12 +40,6 @@ USUAL_SEQUENCES = 4
 """Sequences of each GPU in a single step, as elsewhere."""
 GPUS = re.compile(r"(\d+)(?:x(.+))?", re.IGNORECASE)
 """A number, and after it the name of a GPU or how many a node has: `64`, `64xH100`, `2x8xH100`."""
-
-
-SHARED_CHANGE = 0.05
-"""Largest change of a batch given in tokens, so that the sequences of each GPU have more divisors:
-122 of them can be halved once only, and 128 seven times.
-"""
 
 
 @flags.with_flags(*flags.OF_MODEL, rules={"attention": "sdpa"})
@@ -180,8 +175,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
         longest = longest_context(model) if model is not None and is_model_file(model) else None
         return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
 
-    def sequences(self, context_length: int) -> int:
-        """Sequences of a step on all GPUs, which share them equally."""
+    def batch(self, context_length: int) -> GlobalBatch:
+        """The sequences of a step on all GPUs, which share them equally."""
         gpus = self.machines[0]
         is_tokens = False
         if self.global_batch is None:
@@ -197,21 +192,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
                 is_tokens = True
         if not 0 < wanted <= 2**30:
             raise ValueError(f"--global-batch is no number of sequences, got {self.global_batch}")
-        # fewer sequences than GPUs can be shared by dividing the model only
-        multiple = gpus if wanted >= gpus else 1
-        shares = wanted / multiple
-        return multiple * (_divisible(shares) if is_tokens else max(1, round(shares)))
-
-
-def _divisible(number: float) -> int:
-    """The multiple of the largest power of 2 that is near enough to the number; 1 at least."""
-    power = 1 << int(number).bit_length()
-    while power > 1:
-        multiple = power * round(number / power)
-        if abs(multiple - number) <= SHARED_CHANGE * number:
-            return multiple
-        power //= 2
-    return max(1, round(number))
+        return GlobalBatch(wanted=wanted, is_tokens=is_tokens)
 
 
 def _links(
@@ -224,9 +205,11 @@ def _links(
     }
     rates = {key: GIGA * rate for key, rate in given.items() if rate is not None}
     count, in_node, _ = arguments.machines
-    return links_of(
-        name, device, ceilings.collectives(name), gpus=count, gpus_per_node=in_node, **rates
-    )
+    measured = ceilings.collectives(name)
+    if arguments.days is not None:
+        with suppress(ValueError):  # no network is known, so that one node is all that is tried
+            return links_of(name, device, measured, gpus=MAX_RANKS, gpus_per_node=in_node, **rates)
+    return links_of(name, device, measured, gpus=count, gpus_per_node=in_node, **rates)
 
 
 def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -> Training:
@@ -257,7 +240,7 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
         recipe=recipe,
         gpus=count,
         device_name=name,
-        sequences=arguments.sequences(config.model.context_length),
+        batch=arguments.batch(config.model.context_length),
         tokens=arguments.tokens,
         price=arguments.price,
         days=arguments.days,

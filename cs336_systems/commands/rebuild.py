@@ -1,8 +1,10 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again
+import os
 from the records, and how far predicted times of steps were off. The file of another program gets a
 directory and a page of its own.
 """
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +13,7 @@ from ..analysis.columns import ProfileError
 from ..analysis.kernels.classes import KernelRules
 from ..analysis.kernels.step_profile import read_profile
 from ..analysis.memory.profile import read_memory_profile
-from ..files import in_one_line
+from ..files import KERNEL_PROFILE, in_one_line, refuse_another_kind
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
@@ -116,9 +118,8 @@ def rebuild_all(
         print_line(f"rebuilt: {len(rebuilt)} of {len(paths)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
-        lost = {
-            path.relative_to(root): why.replace(f"{root}/", "") for path, why in problems.items()
-        }
+        before = f"{root}{os.sep}"
+        lost = {path.relative_to(root): why.replace(before, "") for path, why in problems.items()}
         page = root / PAGE_FILE
         write_page(list_of(root, pages, lost), page)
     status.end()
@@ -217,6 +218,7 @@ def _file(directory: Path, _: object) -> Directory:
         return Directory(path=directory, results=results)
     profile = read_profile(kernels)
     if profile is None:
+        refuse_another_kind(kernels, kernels.read_bytes(), KERNEL_PROFILE, ProfileError)
         raise ProfileError(kernels, "not a step profile; explain the trace again")
     return Directory(
         path=directory, results=Results(records=(), kernels=[Explained(profile=profile)])

@@ -63,8 +63,10 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
     """Whether the step is predicted not to fit the memory of its device."""
     if config.device is Device.CPU:
         return (host_bytes(config, memory_bytes) or 0) > memory_bytes
-    peak = predict_memory(config)
-    if peak is None or peak.reserved_bytes + outside_bytes(config) <= memory_bytes:
+    prediction = predict_memory(config)
+    if prediction is None or prediction.reserved_bytes is None:
+        return False
+    if prediction.reserved_bytes + outside_bytes(config) <= memory_bytes:
         return False
     return fits(config, memory_bytes) is False
 

@@ -89,7 +89,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
     )
 
 
-DEVICES = tuple(map(_device, csv.DictReader(DATA_SHEETS.read_text().splitlines())))
+DEVICES = tuple(map(_device, csv.DictReader(DATA_SHEETS.read_text(encoding="utf-8").splitlines())))
 
 
 def faster_precisions(device: DeviceSpec) -> tuple[Precision, ...]:

@@ -330,12 +330,18 @@ class KernelModel:
         measured.
         """
 
-        def unlikeness(other: KernelClass) -> tuple[bool, bool, bool, float]:
+        def unlikeness(other: KernelClass) -> tuple[bool, bool, bool, bool, float]:
             """What differs, the most important first."""
             is_attention = (other.form in MATMULS_OF) is (kind.form in MATMULS_OF)
             octaves = abs(log2(other.width / kind.width)) if kind.width and other.width else 0.0
-            is_alike = other.is_batched is kind.is_batched
-            return not is_attention, not is_alike, other.form is not kind.form, octaves
+            # rows that are not aligned make a matmul several times as slow, and a batch does not
+            return (
+                not is_attention,
+                other.is_aligned is not kind.is_aligned,
+                other.is_batched is not kind.is_batched,
+                other.form is not kind.form,
+                octaves,
+            )
 
         return self._classes[min(self._classes, key=unlikeness)]
 

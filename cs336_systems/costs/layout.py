@@ -125,9 +125,14 @@ class Layout:
         """Micro-batches whose activations the first stage keeps at once."""
         if self.chunks == 1:
             return min(self.pipeline, self.accumulate)
-        # forward passes of chunks before the first backward pass, as Megatron-LM schedules them
-        ahead = 2 * (self.pipeline - 1) + (self.chunks - 1) * self.pipeline + 1
-        return min(ahead / self.chunks, self.accumulate)
+        return min((self.chunks_ahead + 1) / self.chunks, self.accumulate)
+
+    @property
+    def chunks_ahead(self) -> int:
+        """Forward passes of chunks that fill an interleaved pipeline before passes alternate, as
+        Megatron-LM schedules them; as many backward passes empty it.
+        """
+        return 2 * (self.pipeline - 1) + (self.chunks - 1) * self.pipeline
 
     def neighbours(self, axis: str, gpus_per_node: int) -> int:
         """How many ranks of a group of this axis a node has."""
@@ -216,6 +221,25 @@ def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> It
             base = replace(base, expert=expert)
             for shared in _shared(base, replicas // expert, in_node // min(in_node, expert)):
                 yield from _divided(config, shared, global_batch // replicas)
+
+
+def rank_layouts(config: RunConfig, links: Links) -> Iterator[Layout]:
+    """The layouts of one step of one group, without replicas and stages, that differ in what a
+    rank computes.
+    """
+    experts = blocks_of_model(config).experts or 1
+    numbers = product(
+        range(1, links.gpus_per_node + 1),
+        _powers(MOST_CONTEXT),
+        [ranks for ranks in range(1, experts + 1) if experts % ranks == 0],
+        _powers(MAX_MICRO_BATCH),
+    )
+    for tensor, context, expert, micro_batch in numbers:
+        if context > 1 and config.model.context_length // context < TOKENS_OF_CONTEXT:
+            continue
+        layout = Layout(tensor=tensor, context=context, expert=expert, micro_batch=micro_batch)
+        if not misfit(config, layout):
+            yield layout
 
 
 def _expert_groups(config: RunConfig, tensor: int, replicas: int, in_node: int) -> Iterator[int]:

@@ -11,14 +11,15 @@ from .accounting import step_flops
 from .blocks import blocks_of_model
 from .curves import Curves
 from .depth import DepthError, of_depth, step_by_depth
-from .layout import Layout, misfit
+from .layout import Layout, misfit, rank_layouts
 from .layout_memory import Rank, fullest_rank_bytes
 from .layout_time import LayoutTime, layout_time
 from .memory import is_predictable
 from .ranks_time import Links
+from .recipes import Recipe
 from .tape import Names, OperationKey, OperationMaker
 from .time import flops_of
-from .traces import axes
+from .traces import axes, why_untraced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +52,46 @@ def layout_cost(
 
     `config` is the step in one process: its batch size and checkpoints are the layout's instead.
     """
+    peak_bytes = layout_bytes(config, layout, links)
+    if isinstance(peak_bytes, str):
+        return peak_bytes
+    return LayoutCost(
+        layout=layout,
+        time=layout_time(Rank(config=config, layout=layout), curves, links),
+        peak_bytes=peak_bytes,
+        flops=layout.global_batch * sequence_flops(config),
+    )
+
+
+def layout_bytes(config: RunConfig, layout: Layout, links: Links) -> int | str:
+    """Bytes of the tensors of the fullest rank of such a step, which take less long to foretell
+    than its time; or the reason why neither is foretold.
+    """
     try:
-        reason = why_unknown(config) or misfit(config, layout)
-    except DepthError as error:
-        reason = str(error)
-    if reason:
-        return reason
-    if layout.gpus > links.gpus_per_node and links.network_bytes_per_s is None:
-        return f"{layout.gpus} GPUs need several nodes, whose network is not known"
-    rank = Rank(config=config, layout=layout)
-    try:
-        return LayoutCost(
-            layout=layout,
-            time=layout_time(rank, curves, links),
-            peak_bytes=fullest_rank_bytes(config, layout),
-            flops=layout.global_batch * sequence_flops(config),
-        )
+        if reason := why_unknown(config) or misfit(config, layout):
+            return reason
+        if layout.gpus > links.gpus_per_node and links.network_bytes_per_s is None:
+            return f"{layout.gpus} GPUs need several nodes, whose network is not known"
+        return fullest_rank_bytes(config, layout)
     except DepthError as error:
         return str(error)
+
+
+def least_gpu_s(
+    config: RunConfig, curves: Curves, links: Links, recipe: Recipe | None = None
+) -> float:
+    """Seconds of a GPU that kernels take for a sequence in the fastest of all layouts, whether they
+    fit or not; 0 if none is foretold. No layout takes less, as other ranks only add to that.
+    """
+    times_s = []
+    for layout in rank_layouts(config, links):
+        rank = Rank(config=config, layout=replace(layout, fp8=recipe))
+        try:
+            compute_s = layout_time(rank, curves, links).compute_s
+        except DepthError:
+            return 0.0
+        times_s.append(compute_s * layout.gpus / layout.global_batch)
+    return min(times_s, default=0.0)
 
 
 def sequence_flops(config: RunConfig) -> int:
@@ -113,6 +136,7 @@ def why_unknown(config: RunConfig) -> str:
     """Why no layout of a step is foretold; empty if layouts are."""
     if reason := why_refused(config):
         return reason
-    if config != config.without_shortcuts or not is_predictable(of_depth(config.alone, 1)):
-        return "the step has settings whose memory is not foretold"
+    one = of_depth(config.alone, 1)
+    if config != config.without_shortcuts or not is_predictable(one):
+        return why_untraced(one) or "the step has settings whose memory is not foretold"
     return ""

@@ -6,9 +6,10 @@ but the first and the last stage of a pipeline keep less than these two.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from ..config import Parallel, Phase, RunConfig
 from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameters, plain_model
@@ -187,6 +188,7 @@ class Rank:
         return Unit(name=name, parts=tuple(parts), element_bytes=element_bytes)
 
 
+@lru_cache(maxsize=8192)
 def fullest_rank_bytes(config: RunConfig, layout: Layout) -> int:
     """The most bytes of tensors on a rank in a steady step of a layout: on the first or the last
     stage of a pipeline.
@@ -203,6 +205,91 @@ def fullest_rank_bytes(config: RunConfig, layout: Layout) -> int:
     return max(peaks)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _NumberedSteps:
+    """The steps of a model's kinds of blocks, with numbers in place of kinds of tensors, so that
+    the bytes of many layouts are sums of few numbers.
+    """
+
+    tensors: tuple[TensorKey, ...]
+    """The kinds of tensors, by their number."""
+    before: Mapping[Phase, Sequence[int]]
+    """Changes of each phase of a model of one block until further blocks come: the number of what
+    is made, or its complement (~number) if it is freed.
+    """
+    after: Mapping[Phase, Sequence[int]]
+    blocks: Sequence[Mapping[Phase, Sequence[int]]]
+    """The changes of a further block of each kind."""
+    live: Mapping[Phase, Counter[int]]
+    """Tensors that exist when a phase begins, of a model without blocks."""
+    live_of_blocks: Sequence[Mapping[Phase, Counter[int]]]
+    """What a block of each kind adds to these."""
+
+
+@lru_cache(maxsize=256)
+def _numbered(steps: tuple[StepByDepth, ...]) -> _NumberedSteps:
+    """The numbers of these steps, which are those of one model."""
+    numbers: dict[TensorKey, int] = {}
+
+    def number(tensor: TensorKey) -> int:
+        return numbers.setdefault(tensor, len(numbers))
+
+    def changes(changed: Iterable[Change]) -> tuple[int, ...]:
+        return tuple(
+            ~number(tensor) if is_freed else number(tensor) for is_freed, tensor in changed
+        )
+
+    def counts(live: Counter[TensorKey]) -> Counter[int]:
+        return Counter({number(tensor): count for tensor, count in live.items()})
+
+    before, after = {}, {}
+    for phase, repeated in steps[0].changes.items():
+        before[phase] = changes(repeated.of_one[: repeated.place])
+        after[phase] = changes(repeated.of_one[repeated.place :])
+    blocks, live_of_blocks = [], []
+    for step in steps:
+        blocks.append({phase: changes(part.block) for phase, part in step.changes.items()})
+        live_of_blocks.append({phase: counts(live) for phase, live in step.live_of_block.items()})
+    live = {phase: counts(steps[0].live(phase, 0)) for phase in steps[0].changes}
+    return _NumberedSteps(tuple(numbers), before, after, blocks, live, live_of_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What decides which share of a tensor a rank has."""
+
+    category: Category
+    is_of_experts: bool
+    """Whether it has the shape of a parameter with experts."""
+    is_matrix: bool
+    has_vocabulary: bool
+
+
+@lru_cache(maxsize=256)
+def _traits(
+    steps: _NumberedSteps, vocabulary: str, stacks: Set[str]
+) -> tuple[tuple[_Traits, ...], tuple[int, ...]]:
+    """All traits, and the number of those of each kind of tensors; `stacks` are the shapes of
+    parameters with experts.
+    """
+    numbers: dict[_Traits, int] = {}
+    of_tensors = []
+    for category, _, shape, *_ in steps.tensors:
+        words = shape.split()
+        traits = _Traits(category, shape in stacks, len(words) > 1, vocabulary in words)
+        of_tensors.append(numbers.setdefault(traits, len(numbers)))
+    return tuple(numbers), tuple(of_tensors)
+
+
+@lru_cache(maxsize=1024)
+def _whole_bytes(steps: _NumberedSteps, names: Names) -> tuple[int, ...]:
+    """Bytes of each kind of tensors where one rank has all, as the allocator rounds them."""
+    sizes = []
+    for _, _, shape, element_bytes, _ in steps.tensors:
+        sizes.append(rounded_bytes(names.size(shape) * element_bytes))
+    return tuple(sizes)
+
+
 class StageMemory:
     """The memory of a stage of a pipeline, or of all blocks."""
 
@@ -211,71 +298,70 @@ class StageMemory:
         self._rank, self._layout, self._kinds = rank, rank.layout, kinds
         self._is_first, self._is_last = is_first, is_last
         self._shares, self._more_bytes = _shared_out(rank, kinds)
-        self._sizes: dict[TensorKey, int] = {}
-        self._stacks = set[str]()
+        self._steps = _numbered(rank.steps)
+        stacks = set[str]()
         for kind in {*kinds}:
             for parameter in block_parameters(plain_model(rank.config), kind):
                 if parameter.has_experts:
-                    self._stacks.add(" ".join(map(str, parameter.shape)))
-        live = rank.steps[0].live(Phase.FORWARD, 1)
-        self._tables = sum(
-            count
-            for kind, count in live.items()
-            if kind[0] is Category.PARAMETERS and rank.model.vocabulary in kind[2].split()
+                    stacks.add(" ".join(map(str, parameter.shape)))
+        self._traits, self._of_tensors = _traits(
+            self._steps, rank.model.vocabulary, frozenset(stacks)
         )
+        self._sizes = self._rank_sizes()
+        # so that the complement of a number gives what is freed
+        self._changed = [*self._sizes, *(-size for size in reversed(self._sizes))]
 
     def peak_bytes(self) -> int:
         """The most bytes of tensors in a step."""
-        peak = 0
-        for phase, changes in self._rank.steps[0].changes.items():
-            level = sum(
-                count * self._size(kind) for kind, count in self._live(phase, self._kinds).items()
-            )
+        peak, steps = 0, self._steps
+        for phase in steps.before:
+            level = self._bytes(self._live(phase, self._kinds))
             peak = max(peak, level)
             kinds = [*self._kinds]
             if phase is not Phase.FORWARD:
                 kinds.reverse()
             if 0 in kinds:  # a model of one block has one of this kind already
                 kinds.remove(0)
-            level, peak = self._walk(changes.of_one[: changes.place], level, peak)
+            more, highest = self._walk(steps.before[phase])
+            peak, level = max(peak, level + highest), level + more
             # from where it begins, a kind's block always goes as high, and ends as high
-            courses = {}
-            for kind in sorted({*kinds}):
-                courses[kind] = self._walk(self._rank.steps[kind].changes[phase].block, 0, 0)
+            courses = {kind: self._walk(steps.blocks[kind][phase]) for kind in {*kinds}}
             for kind in kinds:
                 more, highest = courses[kind]
                 peak = max(peak, level + highest)
                 level += more
-            _, peak = self._walk(changes.of_one[changes.place :], level, peak)
+            _, highest = self._walk(steps.after[phase])
+            peak = max(peak, level + highest)
         return peak + self._more_bytes + self._in_flight_bytes() + self._fp8_bytes()
 
-    def _live(self, phase: Phase, kinds: Iterable[int]) -> Counter[TensorKey]:
+    def _live(self, phase: Phase, kinds: Iterable[int]) -> Counter[int]:
         """How many tensors of each kind exist when a phase begins, with blocks of these kinds."""
-        counts = self._rank.steps[0].live(phase, 0)
+        counts = Counter(self._steps.live[phase])
         for kind, times in Counter(kinds).items():
-            for tensor, count in self._rank.steps[kind].live_of_block[phase].items():
+            for tensor, count in self._steps.live_of_blocks[kind][phase].items():
                 counts[tensor] += times * count
         return counts
 
-    def _walk(self, changes: Iterable[Change], level: int, peak: int) -> tuple[int, int]:
-        """Bytes after these changes, and the most so far, from bytes before them."""
-        for is_freed, kind in changes:
-            size = self._sizes.get(kind) or self._size(kind)
-            level += -size if is_freed else size
-            if level > peak:
-                peak = level
-        return level, peak
+    def _bytes(self, live: Counter[int]) -> int:
+        """Bytes of so many tensors of each kind."""
+        return sum(count * self._sizes[tensor] for tensor, count in live.items())
+
+    def _walk(self, changes: Iterable[int]) -> tuple[int, int]:
+        """How many bytes more there are after these changes than before, and at most."""
+        levels = [*accumulate(map(self._changed.__getitem__, changes), initial=0)]
+        return levels[-1], max(levels)
 
     def kept_bytes(self, kinds: Iterable[int]) -> int:
         """Activations that a micro-batch keeps in blocks of these kinds until its backward pass,
         without logits. A tape has inputs of checkpoints, which a block returns, among its results.
         """
-        kept_bytes = 0
+        kept = Counter[int]()
         for tensor, count in self._live(Phase.BACKWARD, kinds).items():
-            is_kept = tensor[0] in (Category.ACTIVATIONS, Category.LOSS)
-            if is_kept and self._rank.model.vocabulary not in tensor[2].split():
-                kept_bytes += count * self._size(tensor)
-        return kept_bytes
+            traits = self._traits[self._of_tensors[tensor]]
+            is_kept = traits.category in (Category.ACTIVATIONS, Category.LOSS)
+            if is_kept and not traits.has_vocabulary:
+                kept[tensor] = count
+        return self._bytes(kept)
 
     def _fp8_bytes(self) -> int:
         """What a stage keeps more with linear layers in fp8: casts of weights, less a byte for each
@@ -303,28 +389,36 @@ class StageMemory:
             return 0
         return round((self._layout.in_flight - 1) * self.kept_bytes(self._kinds))
 
-    def _size(self, kind: TensorKey) -> int:
-        """Bytes that a rank of this stage has of a tensor of this kind."""
-        if kind not in self._sizes:
-            self._sizes[kind] = self._computed_size(kind)
-        return self._sizes[kind]
+    def _rank_sizes(self) -> list[int]:
+        """Bytes that a rank of this stage has of a tensor of each kind."""
+        live = self._live(Phase.FORWARD, (0,))
+        tables = 0
+        for tensor, number in enumerate(self._of_tensors):
+            traits = self._traits[number]
+            if traits.category is Category.PARAMETERS and traits.has_vocabulary:
+                tables += live[tensor]
+        shares = [self._share(traits, tables) for traits in self._traits]
+        whole_bytes = _whole_bytes(self._steps, self._rank.names)
+        sizes = zip(self._of_tensors, whole_bytes, strict=True)
+        return [round(shares[number] * size) for number, size in sizes]
 
-    def _computed_size(self, kind: TensorKey) -> int:
-        category, _, shape, element_bytes, _ = kind
-        words = shape.split()
-        is_of_experts = self._layout.expert > 1 and shape in self._stacks
+    def _share(self, traits: _Traits, tables: int) -> float:
+        """The share of a tensor that a rank of this stage has, of a model with so many tables of
+        the vocabulary.
+        """
+        category = traits.category
+        is_of_experts = self._layout.expert > 1 and traits.is_of_experts
         share = self._shares[is_of_experts].get(category, 1.0)
         if is_of_experts:
             share /= self._layout.expert_ranks
-        elif category not in WHOLE and len(words) > 1:
+        elif category not in WHOLE and traits.is_matrix:
             share /= self._layout.tensor
-        if self._rank.model.vocabulary in words and not (self._is_first and self._is_last):
+        if traits.has_vocabulary and not (self._is_first and self._is_last):
             if category in MATRICES[:3]:
-                share /= self._tables
+                share /= tables
             elif not self._is_last:
-                return 0
-        whole_bytes = rounded_bytes(self._rank.names.size(shape) * element_bytes)
-        return round(share * whole_bytes)
+                return 0.0
+        return share
 
 
 Shares = Mapping[Category, float]

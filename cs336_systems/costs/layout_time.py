@@ -2,15 +2,14 @@
 the pipeline's bubble, the optimizer.
 
 Left out: latencies of the network. Collectives of a tensor group are never hidden; keys and values
-that go round while attention computes are, as far as attention takes; gathers and reductions of the
-state run beside kernels, as in `ranks_time`.
+that go round while attention computes are, as far as attention takes, and so is what interleaved
+stages send; gathers and reductions of the state run beside kernels, as in `ranks_time`.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
@@ -20,10 +19,11 @@ from .curves import Curves, interpolated
 from .depth import step_by_depth
 from .layout import Layout
 from .layout_memory import EXPERTS, Rank
+from .rank_operations import rank_operations
 from .ranks_time import Links, Timeline
-from .recipes import Recipe, casts, in_fp8, takes_fp8
+from .recipes import casts
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
-from .tape import FP8_BYTES, Form, Names, Operation, OperationKey, OperationKind, OperationMaker
+from .tape import FP8_BYTES, Names, Operation, OperationKind
 from .time import call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
@@ -111,7 +111,9 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         # what a second block adds to a model of one block, and what that one has besides
         launched_of_one = step_by_depth(alone).launches[phase]
         of_one = _work(divided(launched_of_one.of_one), alone, curves)
-        of_block = _work(divided(launched_of_one.block), alone, curves)
+        of_block = blocks[0][phase]
+        if recipe is not None:
+            of_block = _work(divided(launched_of_one.block), alone, curves)
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves).factor
     return _Kernels(tuple(blocks), outside_s, spread)
@@ -129,134 +131,6 @@ def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) ->
         if operation.kind is OperationKind.ATTENTION:
             attention_s += launches * kernel_s
     return _Work(max(device_s, host_s), attention_s)
-
-
-def rank_operations(
-    keys: Iterable[OperationKey],
-    names: Names,
-    tensor: int,
-    context: int,
-    expert: int = 1,
-    width: str = "d_model",
-    recipe: Recipe | None = None,
-) -> list[Operation]:
-    """The operations of a rank of a tensor group, of a ring of so many contexts and of a group that
-    divides experts, from those of whole matrices on the rank's part of the context. `width` is the
-    side of matrices that is the residual stream's. With a `recipe`, matmuls are in fp8, and their
-    factors are cast before.
-
-    A tensor group divides the hidden layer and the heads, as Megatron-LM does: the first matrix by
-    columns and the last by rows; what lies between matrices is divided by tokens. Experts stay
-    whole where ranks divide them: a rank has fewer, with the tokens of all its group.
-    """
-    operations: list[Operation] = []
-    maker = OperationMaker(names)
-    made: dict[Any, tuple[Operation, Operation]] = {}
-    is_after_attention = is_forward = is_row = False
-    is_new = True
-    for views, make, *arguments in keys:
-        if recipe is not None and _changes_type_of_weight(make, arguments):
-            continue  # weights are cast once a step, and matmuls add up their gradients in fp32
-        if make == "attention":
-            is_after_attention = True
-        elif make == "experts" and expert > 1:
-            _, is_row = _is_of_stream(arguments, width)
-            arguments = _of_experts(arguments, names, tensor, expert)
-        elif make in ("matmul", "experts"):
-            # between checkpoints, backward computes forward again
-            if is_forward is not (arguments[0] == Form.FORWARD):
-                is_forward, is_after_attention = not is_forward, False
-            # in forward the projection after attention is divided by rows, and those before it by
-            # columns; backward meets them in the other order
-            is_row = is_after_attention is is_forward
-            reads, writes = _is_of_stream(arguments, width)
-            if not (reads and writes):
-                is_row = writes
-                is_after_attention &= not writes
-            if tensor > 1:
-                arguments = _divided(arguments, names, tensor, is_row)
-        key = (views, make, *arguments)
-        if key not in made:
-            whole = replace(getattr(maker, make)(*arguments), views=views)
-            in_recipe = in_fp8(whole) if recipe is not None and takes_fp8(whole) else whole
-            made[key] = whole, _of_rank(in_recipe, tensor, context)
-        whole, operation = made[key]
-        if recipe is not None and takes_fp8(whole):
-            is_forward_matmul = whole.form is Form.FORWARD
-            if is_row or is_new or not is_forward_matmul:
-                operations += _casts(recipe, whole, is_row, tensor)
-            # matmuls that make heads, or hidden activations, of one input follow each other
-            is_new = is_row or not is_forward_matmul
-        operations.append(operation)
-    return operations
-
-
-def _changes_type_of_weight(make: str, arguments: Sequence[Any]) -> bool:
-    """Whether an operation is a pass that casts a weight for its matmul, or the gradient back."""
-    if make != "passes" or len(arguments[0]) != 2:
-        return False
-    (shape, read_bytes), (written, written_bytes) = arguments[0]
-    words = shape.split()
-    is_matrix = len([word for word in words if not word.isdigit()]) > 1
-    is_cast = shape == written and {read_bytes, written_bytes} == {2, 4}
-    return is_cast and is_matrix and not {"batch", "T", "T+1"} & {*words}
-
-
-def _casts(recipe: Recipe, matmul: Operation, is_row: bool, tensor: int) -> Iterable[Operation]:
-    """The casts before a matmul of a rank: of a layer's input, and of its result's gradient; that
-    of the weight has both already. A tensor group casts what it gathers before it does.
-    """
-    if matmul.form is Form.WEIGHT:
-        return ()
-    rows, inner, _ = matmul.sides
-    is_gathered = is_row is (matmul.form is Form.INPUT)
-    return casts(recipe, matmul.batch * rows * inner // (tensor if is_gathered else 1))
-
-
-def _of_rank(operation: Operation, tensor: int, context: int) -> Operation:
-    """The part of an operation that a rank has, whose matmuls are divided already."""
-    if operation.kind is OperationKind.MATMUL:
-        return operation
-    moved_bytes = max(1, operation.moved_bytes // tensor)
-    if operation.kind is OperationKind.PASS:
-        return replace(operation, moved_bytes=moved_bytes)
-    # attention has one kernel for the keys of each rank of the ring
-    return replace(
-        operation,
-        batch=max(1, operation.batch // tensor),
-        moved_bytes=moved_bytes,
-        launches=operation.launches * context,
-    )
-
-
-def _is_of_stream(arguments: Sequence[Any], width: str) -> tuple[bool, bool]:
-    """Whether a matrix of a matmul reads the residual stream, and whether it writes to it."""
-    form, *sides = arguments
-    reads, writes = (sides[_head_side(Form(form), is_row)] for is_row in (True, False))
-    return reads == width, writes == width
-
-
-def _divided(arguments: Sequence[Any], names: Names, tensor: int, is_row: bool) -> list[Any]:
-    """The arguments of a matmul of which each rank of a tensor group has a part: of the hidden
-    layer, the vocabulary or the heads.
-    """
-    form, *sides, element_bytes, batch = arguments
-    if names.size(batch) > 1 and names.size(batch) % tensor == 0:
-        batch = str(names.size(batch) // tensor)
-    else:
-        place = _head_side(Form(form), is_row)
-        sides[place] = str(max(1, names.size(sides[place]) // tensor))
-    return [form, *sides, element_bytes, batch]
-
-
-def _of_experts(arguments: Sequence[Any], names: Names, tensor: int, expert: int) -> list[Any]:
-    """The arguments of the matmuls of a rank's experts, which get the tokens of all ranks that
-    divide the experts; a tensor group has divided the tokens before.
-    """
-    form, *sides, element_bytes, batch = arguments
-    tokens = 1 if form == Form.WEIGHT else 0
-    sides[tokens] = f"{sides[tokens]} {expert}"
-    return [form, *sides, element_bytes, str(max(1, names.size(batch) // (expert * tensor)))]
 
 
 class _LayoutTimer:
@@ -404,12 +278,20 @@ class _LayoutTimer:
         return num_bytes / rate
 
     def _pipeline_s(self) -> float:
-        """Activations and gradients that stages send to each other, for which they wait."""
+        """Activations and gradients that stages send to each other, for which they wait: for all,
+        unless chunks of a stage take turns. Then another chunk computes meanwhile, but while the
+        pipeline fills and empties (NeMo's guide, "Pipeline-parallel Communication Overlap").
+        """
         layout = self._layout
         if layout.pipeline == 1:
             return 0.0
         one_s = self._send_s(self._stream_bytes / layout.tensor, "pipeline")
-        return 2 * one_s * layout.chunks * (layout.accumulate + layout.pipeline - 1)
+        if layout.chunks == 1:
+            return 2 * one_s * (layout.accumulate + layout.pipeline - 1)
+        every = layout.chunks * layout.accumulate
+        waited = min(layout.chunks_ahead, every)
+        computed_s = self._phases_s()[Phase.FORWARD] / layout.chunks
+        return 2 * (waited * one_s + (every - waited) * max(0.0, one_s - computed_s))
 
     def _data_s(self) -> tuple[float, float]:
         """What gathers and reductions of the state add to each micro-batch, and to a step."""
@@ -537,16 +419,3 @@ def _call_of(unit: Unit, collective: Collective, num_bytes: int) -> CollectiveCa
     """A collective of a unit's tensors, among the ranks that share them."""
     make = _OfExperts if unit.name == EXPERTS else CollectiveCall
     return make(collective, num_bytes)
-
-
-def _head_side(form: Form, is_row: bool) -> int:
-    """Which side of a matmul has the heads: 0 for rows, 1 for the inner side, 2 for columns.
-
-    A matrix that is divided by columns makes heads of the residual stream, and one by rows takes
-    them back.
-    """
-    if form is Form.FORWARD:
-        return 1 if is_row else 2
-    if form is Form.INPUT:
-        return 2 if is_row else 1
-    return 2 if is_row else 0

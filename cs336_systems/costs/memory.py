@@ -73,26 +73,28 @@ class MemoryPrediction:
     """Peak of a step in the steady state."""
     first_step_peak: Peak
     """Peak of the first step, at whose end the optimizer makes its state."""
-    reserved_bytes: int
+    reserved_bytes: int | None
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released.
+    released; None of a compiled step, as inductor reserves more when it times kernels.
     """
     start_bytes: int
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
     """Allocated at the end of each phase. The optimizer's phase includes dropping the gradients."""
+    compiler: str = ""
+    """Version of PyTorch whose torch.compile has compiled the step; empty for an eager one."""
 
 
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
     None for what is not predicted: a user's own model that nobody has traced (`prepare`), compiled
-    models and other shortcuts (cast_once, ...) but for all that --fast chooses, flash and cuDNN
-    attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a
-    Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there
-    `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out:
-    scalars of GradScaler, buffers inside of kernels that trace.py does not name, a data loader's
-    batch in flight.
+    models (`compiled.py`) and other shortcuts (cast_once, ...) but for all that --fast chooses,
+    flash and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is
+    assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the
+    configuration's is; there `auto` takes flash or cuDNN in half precision and the efficient kernel
+    in fp32. Left out: scalars of GradScaler, buffers inside of kernels that trace.py does not name,
+    a data loader's batch in flight.
     """
     if not (is_predictable(config) or is_predictable_fast(config)):
         return None
@@ -101,19 +103,24 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
+    """The same, of a step that is known to be predicted."""
+    return memory_of(tape_of(config))
+
+
+def memory_of(tape: Tape) -> MemoryPrediction:
     """Replay the allocations of a traced step, and read allocated memory at its peak and after each
     phase.
     """
-    tape = tape_of(config)
     allocator = placed(tape)
     sizes, levels = allocator.sizes_bytes, allocated_levels(tape, allocator.sizes_bytes)
     first, *_, last = tape.steps
     return MemoryPrediction(
-        peak=_peak(tape, sizes, levels, last),
-        first_step_peak=_peak(tape, sizes, levels, first),
+        peak=peak_of(tape, sizes, levels, last),
+        first_step_peak=peak_of(tape, sizes, levels, first),
         reserved_bytes=allocator.reserved_bytes,
         start_bytes=levels[last[0][1]],
         after_bytes={phase: levels[end] for (phase, _, _), (_, end, _) in pairwise(last)},
+        compiler=tape.compiler,
     )
 
 
@@ -194,7 +201,7 @@ def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:
     return allocator
 
 
-def _peak(
+def peak_of(
     tape: Tape,
     sizes: Sequence[int],
     levels: Sequence[int],

@@ -50,8 +50,8 @@ def links_of(
     elif network_bytes_per_s is None:
         if device is None or device.network_bytes_per_s is None:
             raise ValueError(
-                f"needed --network-gb-per-s: {gpus} GPUs need several nodes of {node}, and {name} "
-                "has no usual network"
+                f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
+                "`cs336 plan` takes --network-gb-per-s"
             )
         network_bytes_per_s = NETWORK_EFFICIENCY * device.network_bytes_per_s
         sources.append(
@@ -71,8 +71,8 @@ def links_of(
         return links(node_bytes_per_s=1.0), "no links are used"
     if device is None or device.link_bytes_per_s is None:
         raise ValueError(
-            f"needed --node-gb-per-s: no collectives among several {name} were measured, and how "
-            "they are joined is not in its data sheet"
+            f"no collectives among several {name} were measured, and how they are joined is not in "
+            "its data sheet; `cs336 plan` takes --node-gb-per-s"
         )
     ratio = device.link_bytes_per_s / REFERENCE_BYTES_PER_S
     times = {round(ratio * num_bytes): time_s for num_bytes, time_s in REFERENCE_S.items()}

@@ -10,6 +10,7 @@ those in PyTorch's source (2.11 to 2.13).
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch import Tensor
 from .internals import (
     DispatchKey,
     DispatchKeySet,
+    compiler_internals,
     exclude_key,
     excluding_keys,
     including_keys,
+    is_made_of_others,
     operators_of_key,
     without_modes,
 )
@@ -136,9 +139,9 @@ _weights = _WeightCopies()
 
 def _is_cast(value: Any) -> bool:
     """Whether autocast would cast this argument: a floating-point tensor without data, unless it is
-    in fp64.
+    in fp64. While torch.compile looks at the model, such tensors are on a GPU.
     """
-    is_tensor = isinstance(value, Tensor) and value.device.type == "meta"
+    is_tensor = isinstance(value, Tensor) and value.device.type in ("meta", "cuda")
     return is_tensor and value.is_floating_point() and value.dtype is not torch.float64
 
 
@@ -249,7 +252,7 @@ def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | No
     if x.dtype is torch.float16 and dtype is torch.float32:
         fused = (
             torch.ops.aten._softmax
-            if call is torch.ops.aten.softmax.int
+            if call in (torch.ops.aten.softmax.int, torch.ops.aten.softmax.int.decompose)
             else torch.ops.aten._log_softmax
         )
         return fused(x, dim, True)
@@ -355,10 +358,16 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "log_softmax": _softmax,
 }
 """What runs in the place of an operator, which is given first."""
+_compiling: dict[str, bool] = {}
+"""Empty unless AOTAutograd traces. It dispatches in Python, and there an operator that is made of
+others is not taken apart once it was met before autograd.
+"""
 
 
 def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any]:
     """A function to register for meta tensors in the place of CUDA's autocast of an operator."""
+
+    is_composite = is_made_of_others(operator.name(), "CompositeImplicitAutograd")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         """Run the operator as CUDA would: with arguments cast by autocast, and by another operator
@@ -368,9 +377,8 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
             if is_autocast and torch.is_autocast_enabled("cuda"):
                 args, kwargs = _autocast(operator, name, args, kwargs)
             instead = _INSTEAD.get(name)
-            return (
-                operator(*args, **kwargs) if instead is None else instead(operator, *args, **kwargs)
-            )
+            call = operator.decompose if _compiling and is_composite else operator
+            return call(*args, **kwargs) if instead is None else instead(call, *args, **kwargs)
 
     return run
 
@@ -414,6 +422,49 @@ def as_on_cuda(on_copy: Callable[[Tensor], None]) -> Iterator[None]:
         exclude_key(KEY, True)
         _weights.on_copy = lambda _: None
         clear_copies()
+
+
+class _DecomposedRMSNorm(torch.autograd.Function):
+    """RMSNorm as inductor has it: the fused kernel of CUDA and its backward, each written in
+    operations that it fuses with others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+        """RMSNorm of x over its last axes, which have this shape."""
+        out, scale = compiler_internals().rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, scale, weight)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Gradients of x and the weight."""
+        x, scale, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        of_x, of_weight = compiler_internals().rms_norm_backward(
+            gradient, x, ctx.shape, scale, weight, wanted
+        )
+        return of_x, None, of_weight, None
+
+
+def _rms_norm_to_fuse(
+    call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    """RMSNorm in a compiled step, of the same arguments as `_rms_norm`."""
+    if x.device.type != "meta" or (weight is not None and weight.dtype != x.dtype):
+        return call(x, shape, weight, eps)
+    return _DecomposedRMSNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def as_decomposed() -> Iterator[None]:
+    """While open, operators that inductor fuses with others are written in their parts."""
+    with (
+        mock.patch.dict(_INSTEAD, rms_norm=_rms_norm_to_fuse),
+        mock.patch.dict(_compiling, on=True),
+    ):
+        yield
 
 
 def without_autocast() -> AbstractContextManager[None]:

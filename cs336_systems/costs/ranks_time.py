@@ -158,29 +158,19 @@ class RanksTime:
         return max(0.0, self.time.step_s - self.compute_s - self.slowed_s)
 
 
-def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
-    """Predict the time of a step on the machine that has these curves, on one rank or on several of
-    one node.
+def predicted_time(
+    config: RunConfig, curves: Curves, links: Links | None = None
+) -> TimePrediction | None:
+    """Predict the time of a step on the machine that has these curves, on one rank or on several.
 
-    None where `step_time` predicts none, and for several ranks if no collectives among at most so
-    many were measured.
+    Several ranks are joined by these links, or else by those of one node that the curves have. None
+    where `step_time` predicts none, and for several ranks without links.
     """
     if not config.is_shared:
         return step_time(config, curves)
-    links = measured_links(curves.collectives, max(2, config.ranks))
+    links = links or measured_links(curves.collectives, max(2, config.ranks))
     times = None if links is None else ranks_step_time(config, curves, links)
     return None if times is None else times.time
-
-
-def why_no_time(config: RunConfig, curves: Curves) -> str:
-    """What of several ranks is the reason why `predicted_time` predicts nothing; empty if the step
-    of one rank is.
-    """
-    if not config.is_shared or step_time(config, curves) is None:
-        return ""
-    if config.accumulate_steps > 1:
-        return "several micro-batches on several ranks"
-    return f"no collectives among {max(2, config.ranks)} ranks of such GPUs were measured"
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:

@@ -1,9 +1,9 @@
 """Recipes of training in fp8, as in Transformer Engine and torchao: which parts of a tensor share a
 scale, and what a step of a layout computes and keeps for it.
 
-All three matmuls of each linear layer of a block are in fp8; the head, attention and what lies
-between are in bf16. Each factor is cast in both of its layouts, as backward multiplies by the other
-one.
+All three matmuls of each linear layer of a block, those of experts too, are in fp8; the head,
+attention and what lies between are in bf16. Each factor is cast in both of its layouts, as backward
+multiplies by the other one.
 """
 
 from collections.abc import Iterator

@@ -241,8 +241,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """Tensors and operations of some steps, of few kinds, which are numbered because layers
     repeat.
 
-    One that comes with the program has no `places`, and those of several ranks and of fast models
-    have no `parameters`.
+    One that comes with the program has no `places`, `owners`, `again` and `graphs`, and those of
+    several ranks and of fast models have no `parameters`.
     """
 
     axes: Mapping[str, int] = {}
@@ -264,6 +264,16 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """Of a user's own model, the path of the module that launches each operation; None outside of
     the model.
     """
+    owners: list[str | None] = []
+    """Likewise the path of the module that makes each tensor, or that has it: a parameter, its
+    gradient, its state in the optimizer.
+    """
+    again: list[int] = []
+    """Places of launches in backward that run again what a checkpoint has dropped."""
+    graphs: list[dict[str, int]] = []
+    """Nodes of autograd that are left at the end of each step, by the path of the module that made
+    them: of losses that are kept, for example.
+    """
     parameters: list[tuple[list[str], list[str]]] = []
     """The model's parameters in its order: the names of each, of which a tied one has several,
     and the sizes of its axes.
@@ -278,6 +288,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     """
     blocks: list[int] = []
     """Of the whole model of which the step has a few blocks, the number of each block's kind."""
+    compiler: str = ""
+    """Version of PyTorch whose torch.compile has compiled the step; empty for an eager one."""
 
     @cached_property
     def names(self) -> Names:
@@ -319,6 +331,25 @@ class Tape(msgspec.Struct, eq=False, dict=True):
             if spec.category is category
         )
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the last step leaves as much as it frees of the step before; one that appends its
+        loss to a list does not.
+        """
+        old, new = self._exchanged()
+        return [self.tensors[handle] for handle in old] == [self.tensors[handle] for handle in new]
+
+    def _exchanged(self) -> tuple[list[int], list[int]]:
+        """Tensors of earlier steps that the last step frees, and those of its own that it
+        leaves.
+        """
+        _, first_event, _ = self.steps[-1][0]
+        events = self.events[first_event:]
+        start, end = min(event for event in events if event >= 0), len(self.tensors)
+        freed = {~event for event in self.events if event < 0}
+        old = sorted(~event for event in events if event < 0 and ~event < start)
+        return old, [handle for handle in range(start, end) if handle not in freed]
+
     def repeat(self) -> None:
         """Append a copy of the last step: where that frees a tensor of the step before, the copy
         frees the tensor of the same kind that the last step left.
@@ -326,12 +357,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
         _, first_event, first_launch = self.steps[-1][0]
         events, launches = self.events[first_event:], self.launches[first_launch:]
         start, end = min(event for event in events if event >= 0), len(self.tensors)
-        freed = {~event for event in self.events if event < 0}
-        old = sorted(~event for event in events if event < 0 and ~event < start)
-        new = [handle for handle in range(start, end) if handle not in freed]
-        old_kinds = [self.tensors[handle] for handle in old]
-        new_kinds = [self.tensors[handle] for handle in new]
-        assert old_kinds == new_kinds, "the last step is not in the steady state"
+        assert self.is_steady, "the last step is not in the steady state"
+        old, new = self._exchanged()
         successors = {~before: ~after for before, after in zip(old, new, strict=True)}
         made = end - start
         self.events += [
@@ -340,6 +367,8 @@ class Tape(msgspec.Struct, eq=False, dict=True):
         self.tensors += self.tensors[start:]
         self.launches += launches
         self.places += self.places[first_launch:]
+        self.owners += self.owners[start:]
+        self.again += [place + len(launches) for place in self.again if place >= first_launch]
         self.steps.append(
             [(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]]
         )

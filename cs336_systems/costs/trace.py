@@ -3,8 +3,10 @@
 launches, which become a Tape.
 """
 
+import gc
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +15,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import Phase
+from .graphs import all_tensors, sorted_nodes
 from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
 from .routing import Routing
 from .tape import WIDTHS, Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
@@ -136,7 +139,11 @@ class StepTrace:
         self.main_stream = self.stream = CudaStream()
         self._streams: dict[int, str] = {}
         self.places: list[str | None] = []
-        self._paths: list[str] = []
+        self.owners: list[str | None] = []
+        self.again: list[int] = []
+        self.graphs: list[dict[str, int]] = []
+        self._first_node = next_sequence_number()
+        self._paths: list[str | None] = []
         self._path_changes: tuple[list[int], list[str | None]] = [], []
         """Sequence numbers of autograd's next node, and the module that runs from there on."""
         self._names: dict[int, str] = {}
@@ -150,6 +157,11 @@ class StepTrace:
     def _module(self) -> str | None:
         """The path of the module that runs; None outside of the model."""
         return self._paths[-1] if self._paths else None
+
+    @property
+    def depth(self) -> int:
+        """How many modules run, one within the other."""
+        return len(self._paths)
 
     @property
     def place(self) -> str:
@@ -168,12 +180,19 @@ class StepTrace:
         if self.steps:
             self.steps[-1].append((phase, len(self.events), len(self.launches)))
 
-    def note(self, category: Category, tensors: Iterable[Tensor]) -> None:
-        """Say what these tensors are for."""
+    def note_named(self, category: Category, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Say what these tensors are for, and by their names which module has them."""
+        for name, tensor in named:
+            self.note(category, [tensor], path_of(name.rpartition(".")[0]))
+
+    def note(self, category: Category, tensors: Iterable[Tensor], owner: str | None = None) -> None:
+        """Say what these tensors are for, and which module has them if `owner` is its path."""
         for tensor in tensors:
             part = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
             if (handle := self._handles.get(address_of(part.untyped_storage()))) is not None:
                 self.made[handle][0] = category
+                if owner is not None:
+                    self.owners[handle] = owner
 
     # streams
 
@@ -194,9 +213,9 @@ class StepTrace:
     # modules
 
     def enter(self, module: Any, _: Any) -> None:
-        if not self._paths and id(module) not in self._names:
+        if not self._paths and id(module) not in self._names and has_parameters(module):
             self._names = {id(part): path_of(name) for name, part in module.named_modules()}
-        self._paths.append(self._names.get(id(module), self._module or ""))
+        self._paths.append(self._names.get(id(module), self._module))
         self._note_path()
 
     def leave(self, _: Any, __: Any, out: Any) -> None:
@@ -206,6 +225,17 @@ class StepTrace:
             with without_modes():
                 self.note(Category.LOSS, tensors_in(out))
 
+    @contextmanager
+    def within(self, path: str) -> Iterator[None]:
+        """While open, what runs is part of the model, under this path."""
+        self._paths.append(path)
+        self._note_path()
+        try:
+            yield
+        finally:
+            self._paths.pop()
+            self._note_path()
+
     def _note_path(self) -> None:
         numbers, paths = self._path_changes
         numbers.append(next_sequence_number())
@@ -213,12 +243,31 @@ class StepTrace:
 
     def _path(self) -> str | None:
         """The module that runs; in backward, the one whose forward made the node that runs."""
-        node = current_node() if self.phase is Phase.BACKWARD and not self._paths else None
-        if node is None:
-            return self._module
+        node = None
+        if self.phase is Phase.BACKWARD and self._module is None:
+            node = current_node()
+        return self._module if node is None else self._path_of(node)
+
+    def _path_of(self, node: Any) -> str | None:
+        """The module that ran when a node of autograd was made."""
         numbers, paths = self._path_changes
         place = bisect_right(numbers, node._sequence_nr())
         return paths[place - 1] if place else None
+
+    def note_graphs(self) -> None:
+        """Count the nodes of autograd from which something can still be reached, as a step ends."""
+        counts = self._nodes_left()
+        if self.graphs and counts.total() > sum(self.graphs[-1].values()):
+            gc.collect()  # nobody keeps what only cycles of references hold
+            counts = self._nodes_left()
+        self.graphs.append(dict(counts))
+
+    def _nodes_left(self) -> Counter[str]:
+        with without_modes():  # which would show meta tensors on a GPU
+            nodes = sorted_nodes(tensor for tensor in all_tensors() if tensor.is_meta)
+        # earlier traces of this process may have left some
+        of_steps = [node for node in nodes if node._sequence_nr() >= self._first_node]
+        return Counter(self._path_of(node) or "" for node in of_steps)
 
     # tensors
 
@@ -236,6 +285,16 @@ class StepTrace:
             size = storage.nbytes()
             self._handles[key] = self.add(None, label, size, element_bytes, shape) if size else None
         return self._handles[key]
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Know the tensors of a model that was made before: its parameters, buffers and others."""
+        with without_modes():
+            members = [*model.parameters(), *model.buffers()]
+            for module in model.modules():
+                members += tensors_in([*vars(module).values()])
+            for tensor in tensors_in(members):
+                shape = self._sizes_of(tensor)
+                self.tensor(tensor.untyped_storage(), "model", tensor.element_size(), shape)
 
     def _forget(self, key: int) -> None:
         self._positions.pop(key, None)
@@ -264,6 +323,7 @@ class StepTrace:
             return False
         self.events.pop()
         self.made.pop()
+        self.owners.pop()
         self._handles[total] = self._handles[key]
         return True
 
@@ -293,6 +353,7 @@ class StepTrace:
         handle = len(self.made)
         size = self.shape_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
         self.made.append([category or self._category(), label, *size, self._name_of_stream()])
+        self.owners.append(self._path())
         self.events.append(handle)
         return handle
 
@@ -302,7 +363,7 @@ class StepTrace:
             return Category.BUFFERS
         if self.phase is Phase.OPTIMIZER:
             return Category.OPTIMIZER_WORKSPACE
-        if self._paths:
+        if self._module is not None:
             return Category.ACTIVATIONS
         return Category.LOSS if self.phase is Phase.FORWARD else Category.TEMPORARIES
 
@@ -344,6 +405,9 @@ class StepTrace:
         """
         key = (self._views, make, *arguments)
         operation = self._operations.setdefault(key, len(self._operations))
+        # backward's own formulas run without gradients, what a checkpoint runs again with them
+        if torch.is_grad_enabled() and current_node() is not None:
+            self.again.append(len(self.launches))
         self.launches.append(operation)
         self.places.append(self._path())
         self._views = 0
@@ -351,7 +415,8 @@ class StepTrace:
     def record(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Note an operation that was dispatched: its new tensors and what it launches."""
         outs = [*tensors_in(out)]
-        ins = [*tensors_in((args, *kwargs.values()))]
+        others = [value for key, value in kwargs.items() if key != "out"]
+        ins = [*tensors_in((args, *others))]
         if not outs and not ins:
             return
         self.routing.note(name, ins, args, outs)
@@ -375,7 +440,8 @@ class StepTrace:
             self._note_sum(args[0], outs[0])
         self.events += [~copy for copy in copies]
         makes_nothing = all(handle is None or handle < known for handle in handles)
-        is_view = makes_nothing and len(outs) > 0 and not name.endswith("_")
+        is_written = name.endswith("_") or "out" in kwargs
+        is_view = makes_nothing and len(outs) > 0 and not is_written
         if is_view or name in SILENT:
             self._views += 1
             return
@@ -393,8 +459,8 @@ class StepTrace:
     def _label(self, name: str) -> str:
         """What a tensor is called: the operator that makes it, and its module or autograd node."""
         word = name.strip("_")
-        if self._paths:
-            return f"{word} in {self._paths[-1]}"
+        if self._module is not None:
+            return f"{word} in {self._module}"
         node = current_node() if self.phase is Phase.BACKWARD else None
         return word if node is None else f"{word} of {node.name()}"
 
@@ -453,6 +519,15 @@ class StepTrace:
         """
         launches_and_calls = () if is_dispatched else (1, 0)
         self.launch("passes", tuple(map(self.moved, tensors)), how, *launches_and_calls)
+
+    def fused(self, moved_bytes: int | None, tensors: Sequence[Tensor]) -> None:
+        """Launch a kernel of torch.compile that moves these bytes; None stands for all that its
+        tensors have.
+        """
+        if moved_bytes is None:
+            self.moves(tensors)
+        else:
+            self.launch("passes", ((str(moved_bytes), 1),), Pass.COPY)
 
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""
@@ -515,6 +590,11 @@ class StepTrace:
         if (thread, label) not in self._workspaces:
             self._workspaces.add((thread, label))
             self.add(Category.LIBRARY_WORKSPACE, label, 0, 1, str(size_bytes))
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module that a step calls is a model, and not a loss."""
+    return next(module.parameters(), None) is not None
 
 
 def _count_axes(shape: str) -> int:

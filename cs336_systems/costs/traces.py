@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import lzma
+import os
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
-from multiprocessing import Pipe
 from pathlib import Path
 
 import msgspec
@@ -29,13 +29,19 @@ from ..config import SETTINGS, Attention, CompileMode, Device, Precision, RunCon
 from ..files import user_cache, write_atomically
 from ..settings import non_defaults
 from ..text import counted, print_aside
-from ..torch_needed import lacking_torch, require_torch
+from ..torch_needed import lacking_torch, require_torch, torch_version
 from .tape import Tape, path_of
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
+SHIPPED_COMPILED = Path(__file__).with_name("compiled.zip")
+"""Those of compiled steps; `python -m tests.ship_traces compiled` adds what is missing."""
+COMPILER = "2.11.0"
+"""Version of PyTorch that has compiled the steps whose tapes come with the program."""
 TRACER = "cs336.measure.traced"
+FORKING = "fork"
+"""Argument of TRACER with which each step is traced by a process of its own."""
 PRIMES = {
     "batch": 1009,
     "heads": 17,
@@ -199,9 +205,9 @@ def idle_parameters(config: RunConfig) -> int | None:
 
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
-    """The tape that is kept so, with one more step."""
+    """The tape that is kept so, with one more step if the last one is in the steady state."""
     tape = Tape.from_json(lzma.decompress(kept))
-    if tape.steps:
+    if tape.steps and tape.is_steady:
         tape.repeat()
     return tape
 
@@ -235,10 +241,12 @@ def _kept(name: str) -> bytes | None:
 @cache
 def _shipped() -> dict[str, bytes]:
     """Contents of the tapes that come with the program, by file name; empty if there are none."""
-    if not SHIPPED.is_file():
-        return {}
-    with zipfile.ZipFile(SHIPPED) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
+    contents: dict[str, bytes] = {}
+    for path in (SHIPPED, SHIPPED_COMPILED):
+        if path.is_file():
+            with zipfile.ZipFile(path) as archive:
+                contents |= {name: archive.read(name) for name in archive.namelist()}
+    return contents
 
 
 @lru_cache(maxsize=4096)
@@ -289,18 +297,72 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
         if _kept(_name(key)) is None:
             asked[_name(key)] = key, sizes
             missing.setdefault(_name(key), config)
-    if not asked:
-        return []
+    if asked:
+        _trace(asked)
+    return [*missing.values()]
+
+
+def _trace(asked: "Asked") -> None:
+    """Trace steps, all in one process, and keep their tapes."""
     with one_tracer() as trace:
         for name, (key, sizes) in asked.items():
             _traced.update(trace({name: (key, sizes)}))
             # no file is written for a user's own model, whose code may change, or for a failure
-            if key.model_factory is not None or not is_at_hand(key):
+            if key.model_factory is not None or not _decoded(_traced[name]).steps:
                 continue
             with contextlib.suppress(OSError):  # without a cache it is traced again
                 _cache().mkdir(parents=True, exist_ok=True)
                 write_atomically(_cache() / name, _traced[name])
-    return [*missing.values()]
+
+
+def is_compiled(config: RunConfig) -> bool:
+    """Whether torch.compile runs when the step is traced. It does not for fused blocks, whose
+    kernels are written by hand: it fuses next to nothing between them.
+    """
+    return config.compile is not CompileMode.NONE and not config.fused_blocks
+
+
+def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
+    """The tapes of steps under torch.compile; one without steps says why it could not be traced.
+
+    They have the very sizes that were asked for, because the compiler chooses by them. Its version
+    is a part of their names: those that come with the program are of COMPILER, and others of the
+    PyTorch that is installed.
+    """
+    asked: Asked = {}
+    names = []
+    for config in configs:
+        key = compiled_as(config)
+        name = compiled_name(key, COMPILER)
+        if name not in _shipped():
+            installed = torch_version() or ""
+            name = compiled_name(key, installed.partition("+")[0])
+        if _kept(name) is None:
+            asked[name] = key, {}
+        names.append(name)
+    if asked:
+        steps = counted(len(asked), "step")
+        print_aside(f"compiling {steps} for a GPU that is not here: about 5 s for each block")
+        _trace(asked)
+    tapes = []
+    for name in names:
+        kept = _kept(name)
+        assert kept is not None
+        tapes.append(_decoded(kept))
+    return tapes
+
+
+def compiled_as(config: RunConfig) -> RunConfig:
+    """The configuration that is compiled in place of this one."""
+    config = replace(as_costed(config), device=Device.CUDA)
+    if config.precision is Precision.TF32:
+        config = replace(config, precision=Precision.FP32)
+    return replace(config, model=replace(config.model, rope_theta=1.0))
+
+
+def compiled_name(key: RunConfig, compiler: str) -> str:
+    """File name of the tape of a step that this version of PyTorch compiles."""
+    return f"{_name(key)}-{compiler}"
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]
@@ -320,53 +382,75 @@ def one_tracer() -> Iterator[TraceSteps]:
     if lacking := lacking_torch():
         failure = encoded(Tape(failure=f"tracing the step {lacking}"))
         yield lambda asked: dict.fromkeys(asked, failure)
-    elif "torch" in sys.modules:
-        yield importlib.import_module(TRACER).trace_all
     elif _open:
         yield _open[0].trace
+    elif "torch" in sys.modules:
+        yield importlib.import_module(TRACER).trace_all
     else:
-        _open.append(_Tracer())
-        try:
-            yield _open[0].trace
-        finally:
-            _open.pop().end()
+        with _opened(_Tracer()) as trace:
+            yield trace
+
+
+@contextlib.contextmanager
+def traced_elsewhere() -> Iterator[None]:
+    """Let all that is traced in this block be traced by another process, and each step by a copy of
+    it, so that what a user's code keeps in its modules changes neither this process nor the next
+    trace.
+    """
+    with _opened(_Tracer(FORKING)):
+        yield
+
+
+@contextlib.contextmanager
+def _opened(tracer: "_Tracer") -> Iterator[TraceSteps]:
+    """Let this process trace all that is traced in this block."""
+    _open.append(tracer)
+    try:
+        yield tracer.trace
+    finally:
+        _open.pop().end()
 
 
 class _Tracer:
     """A process that imports PyTorch and a user's code, and traces; it is started by the first step
     to trace.
 
-    Questions and answers go through a pipe of their own: what a user's code prints goes to standard
-    error.
+    Questions and answers are lines on its standard input and output. What a user's code prints goes
+    to standard error.
     """
 
-    _process: subprocess.Popen[bytes] | None = None
+    def __init__(self, *arguments: str) -> None:
+        """`arguments` are those of TRACER."""
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
 
     def trace(self, asked: Asked) -> dict[str, bytes]:
         """The tapes that are asked for; if the process ends instead, tapes that say so."""
         process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            self._pipe.send_bytes(msgspec.json.encode(asked))
-            return msgspec.json.decode(self._pipe.recv_bytes(), type=dict[str, bytes])
-        except (EOFError, OSError):
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.flush()
+            return msgspec.json.decode(process.stdout.readline(), type=dict[str, bytes])
+        except (OSError, msgspec.DecodeError):
             failure = f"the process that traced it ended with status {process.wait()}"
             self.end()
             return {name: encoded(Tape(failure=failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process that traces steps, connected to this one by a pipe."""
-        self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
-        with theirs:
-            # in a session of its own, so that Ctrl-C reaches this process alone, which then ends
-            # the other
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        """Start the process that traces steps."""
+        # where this process finds modules, the other one does too
+        places = os.pathsep.join(filter(None, sys.path))
+        # in a session of its own, so that Ctrl-C reaches this process alone, which then ends the
+        # other
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", TRACER, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": places},
+            start_new_session=True,
+        )
         return self._process
 
     def end(self) -> None:
@@ -375,6 +459,6 @@ class _Tracer:
         """
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._pipe.close()
+            with contextlib.suppress(OSError):  # a question that was not sent
+                self._process.communicate()
             self._process = None

@@ -8,7 +8,7 @@ autocast do otherwise than its meta kernels, `on_cuda.py` and `operators.py` say
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from math import inf
@@ -247,11 +247,45 @@ def _on_this_thread(instead: Callable[..., Any], usual: Callable[..., Any]) -> C
     return chosen
 
 
+class _Switch:
+    """What a trace patches, which is off while torch.compile looks at the model."""
+
+    def __init__(self, turn_on: Callable[[ExitStack], None]) -> None:
+        """`turn_on` enters all that is patched."""
+        self._turn_on = turn_on
+        self._patches: ExitStack | None = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """While open, everything is patched."""
+        before = self._patches
+        with ExitStack() as patches:
+            self._turn_on(patches)
+            self._patches = patches
+            try:
+                yield
+            finally:
+                self._patches = before
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """While open, nothing is patched."""
+        patches = self._patches
+        assert patches is not None, "the trace has ended"
+        patches.close()
+        try:
+            yield
+        finally:
+            self._turn_on(patches)
+
+
 @contextmanager
 def tracing(
     axes: Mapping[str, int],
     launchers: Mapping[str, Launcher] = MappingProxyType({}),
     limit_s: float = inf,
+    *,
+    compiles: bool = False,
 ) -> Iterator[StepTrace]:
     """Yield a trace that records all operations in this context, as if they ran on a GPU.
 
@@ -259,7 +293,8 @@ def tracing(
     have no data, and code that asks is told that they are on a GPU. `axes` has the sizes of the
     axes that the trace describes shapes by. `launchers` has, for operators that are not PyTorch's,
     functions that note the kernels which these launch, by the operator's name. The first operation
-    after `limit_s` raises TraceError.
+    after `limit_s` raises TraceError. With `compiles`, torch.compile does what it does on a GPU;
+    otherwise compiled functions are traced as they are.
     """
     trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
     clear = torch.clear_autocast_cache
@@ -301,6 +336,7 @@ def tracing(
         "stream": trace.on_stream,
         "current_stream": lambda *_: trace.stream,
         "is_current_stream_capturing": is_capturing,
+        **dict.fromkeys(("_DeviceGuard", "set_device"), lambda *_: nullcontext()),
     }
     instead: list[tuple[Any, str, Callable[..., Any]]] = [
         *((nn.init, name, lambda tensor, *_, **__: tensor) for name in initialisers),
@@ -316,25 +352,31 @@ def tracing(
     for module in (F, tensor_module, torch.autograd, torch.functional):
         names = [name for name in vars(module) if name.startswith("has_torch_function")]
         instead += [(module, name, never) for name in names]
-    hooks = [
-        modules.register_module_forward_pre_hook(_on_this_thread(trace.enter, _nothing)),
-        modules.register_module_forward_hook(
+    recorder = _Recorder(trace, limit_s)
+
+    def turn_on(patches: ExitStack) -> None:
+        """Patch PyTorch, and watch the modules that run."""
+        before = modules.register_module_forward_pre_hook(_on_this_thread(trace.enter, _nothing))
+        after = modules.register_module_forward_hook(
             _on_this_thread(trace.leave, _nothing), always_call=True
-        ),
-    ]
-    with (
-        # places differ between what runs in this mode and what runs below it
-        mock.patch.dict(determinism_checks, default=lambda _: None),
-        ExitStack() as patches,
-    ):
+        )
+        patches.callback(before.remove)
+        patches.callback(after.remove)
         for place, name, function in instead:
             chosen = _on_this_thread(function, getattr(place, name))
             patches.enter_context(mock.patch.object(place, name, chosen))
-        patches.enter_context(_Recorder(trace, limit_s))
+        patches.enter_context(recorder)
         patches.enter_context(_OnGpu())
-        patches.enter_context(as_on_cuda(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy])))
-        try:
-            yield trace
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    switch = _Switch(turn_on)
+    if compiles:
+        from .compiling import Compiler
+
+        instead.append((torch, "compile", Compiler(trace, switch.off, switch.on)))
+    with (
+        # places differ between what runs in this mode and what runs below it
+        mock.patch.dict(determinism_checks, default=lambda _: None),
+        as_on_cuda(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy])),
+        switch.on(),
+    ):
+        yield trace

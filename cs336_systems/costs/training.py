@@ -1,18 +1,54 @@
 """A whole training: its best layouts, how long it takes, and what it costs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
 from ..config import RunConfig
 from .curves import Curves
 from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from .layout import layouts
-from .layout_cost import LayoutCost, layout_cost
+from .layout import Layout, layouts
+from .layout_cost import LayoutCost, layout_bytes, layout_cost, least_gpu_s
 from .ranks_time import Links
 from .recipes import Recipe
 
 DAY_S, HOUR_S = 86_400, 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The sequences of a step on all GPUs, as they are asked for."""
+
+    wanted: float
+    """Number of sequences."""
+    is_tokens: bool
+    """Whether it was given in tokens, so that nearby numbers do as well."""
+
+    def sequences(self, gpus: int) -> int:
+        """The nearest number that so many GPUs can share; of tokens one that they can also divide
+        in micro-batches.
+        """
+        # fewer sequences than GPUs can be shared by dividing the model only
+        multiple = gpus if self.wanted >= gpus else 1
+        shares = self.wanted / multiple
+        return multiple * (_divisible(shares) if self.is_tokens else max(1, round(shares)))
+
+
+SHARED_CHANGE = 0.05
+"""Largest change of a batch given in tokens, so that the sequences of each GPU have more divisors:
+122 of them can be halved once only, and 128 seven times.
+"""
+
+
+def _divisible(number: float) -> int:
+    """The multiple of the largest power of 2 that is near enough to the number; 1 at least."""
+    power = 1 << int(number).bit_length()
+    while power > 1:
+        multiple = power * round(number / power)
+        if abs(multiple - number) <= SHARED_CHANGE * number:
+            return multiple
+        power //= 2
+    return max(1, round(number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +59,7 @@ class Training:
     """The step of one process."""
     gpus: int
     device_name: str
-    sequences: int
-    """Sequences of a step on all GPUs."""
+    batch: GlobalBatch
     tokens: float | None
     """Tokens of the training; None: one step."""
     price: float | None
@@ -43,6 +78,11 @@ class Training:
     """What the rates of the links stand on, in words."""
 
     @property
+    def sequences(self) -> int:
+        """Sequences of a step on all GPUs."""
+        return self.batch.sequences(self.gpus)
+
+    @property
     def step_tokens(self) -> int:
         """Tokens of a step on all GPUs."""
         return self.sequences * self.config.model.context_length
@@ -52,14 +92,11 @@ class Training:
         """Steps of the training; its last one is whole, too."""
         return 1 if self.tokens is None else ceil(self.tokens / self.step_tokens)
 
-    def used_bytes(self, cost: LayoutCost) -> int:
-        """Memory that the fullest rank takes of its GPU, with the CUDA context and NCCL."""
-        outside = CUDA_CONTEXT_BYTES + (NCCL_BYTES if cost.layout.gpus > 1 else 0)
-        return cost.peak_bytes + outside
-
-    def fits(self, cost: LayoutCost) -> bool:
-        """Whether the fullest rank fits its GPU."""
-        return self.used_bytes(cost) <= self.memory_bytes
+    def used_bytes(self, peak_bytes: int) -> int:
+        """Memory that a rank with tensors of so many bytes takes of its GPU, with the CUDA context
+        and NCCL.
+        """
+        return peak_bytes + CUDA_CONTEXT_BYTES + (NCCL_BYTES if self.gpus > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +106,9 @@ class TrainingPlan:
     training: Training
     front: tuple[LayoutCost, ...]
     """Layouts that fit; empty if none does."""
-    smallest: LayoutCost | None
-    """The layout that takes the least memory, whether it fits or not; None if no layout is
-    foretold.
+    smallest: tuple[Layout, int] | None
+    """The layout that takes the least memory, whether it fits or not, and the bytes of its fullest
+    rank; None if no layout is foretold.
     """
     reasons: tuple[str, ...]
     """Why some layouts are not foretold."""
@@ -98,31 +135,39 @@ class TrainingPlan:
 
 def plan_training(training: Training) -> TrainingPlan:
     """The plan of a training, from the forecasts of all sensible layouts."""
-    costs, reasons = _foretold(training)
-    fitting = [cost for cost in costs if training.fits(cost)]
-    smallest = min(costs, key=lambda cost: cost.peak_bytes, default=None)
+    peaks, reasons = _peaks(training)
+    smallest = min(peaks, key=peaks.__getitem__, default=None)
     gpus = None if training.days is None else _gpus_in_days(training)
     return TrainingPlan(
         training=training,
-        front=tuple(pareto(fitting)),
-        smallest=smallest,
+        front=tuple(pareto(_fitting(training, peaks))),
+        smallest=None if smallest is None else (smallest, peaks[smallest]),
         reasons=reasons,
         gpus_in_days=gpus,
     )
 
 
-def _foretold(training: Training) -> tuple[list[LayoutCost], tuple[str, ...]]:
-    """The forecasts of all sensible layouts, and the reasons why others have none."""
-    costs, reasons = [], dict[str, None]()
+def _peaks(training: Training) -> tuple[dict[Layout, int], tuple[str, ...]]:
+    """Bytes of the fullest rank of all sensible layouts, and the reasons why others have none."""
+    peaks, reasons = dict[Layout, int](), dict[str, None]()
     tried = layouts(training.config, training.gpus, training.sequences, training.links)
     for tried_layout in tried:
         layout = replace(tried_layout, fp8=training.recipe)
-        cost = layout_cost(training.config, layout, training.curves, training.links)
-        if isinstance(cost, str):
-            reasons[cost] = None
+        peak_bytes = layout_bytes(training.config, layout, training.links)
+        if isinstance(peak_bytes, str):
+            reasons[peak_bytes] = None
         else:
-            costs.append(cost)
-    return costs, tuple(reasons)
+            peaks[layout] = peak_bytes
+    return peaks, tuple(reasons)
+
+
+def _fitting(training: Training, peaks: Mapping[Layout, int]) -> Iterator[LayoutCost]:
+    """The forecasts of the layouts that fit; the times of others are not asked for."""
+    for layout, peak_bytes in peaks.items():
+        if training.used_bytes(peak_bytes) <= training.memory_bytes:
+            cost = layout_cost(training.config, layout, training.curves, training.links)
+            assert isinstance(cost, LayoutCost)
+            yield cost
 
 
 def pareto(costs: Iterable[LayoutCost]) -> Iterator[LayoutCost]:
@@ -135,16 +180,25 @@ def pareto(costs: Iterable[LayoutCost]) -> Iterator[LayoutCost]:
 
 
 def _gpus_in_days(training: Training) -> int | None:
-    """The fewest GPUs, of whole nodes beyond one, that end in the days asked for; numbers double
-    until a step has no more sequences than GPUs.
+    """The fewest GPUs, of whole nodes beyond one, that end in the days asked for; none are tried
+    beyond one for each sequence of a step.
     """
-    gpus = 1
-    while gpus <= training.sequences:
+    limit_s = (training.days or 0) * DAY_S
+    sequence_s = least_gpu_s(training.config, training.curves, training.links, training.recipe)
+    for gpus in _numbers_of_gpus(training):
         asked = replace(training, gpus=gpus, days=None)
-        is_joined = gpus <= training.links.gpus_per_node or training.links.network_bytes_per_s
-        if training.sequences % gpus == 0 and is_joined:
-            seconds = plan_training(asked).training_s
-            if seconds is not None and seconds <= (training.days or 0) * DAY_S:
-                return gpus
-        gpus *= 2
+        # before any layout is foretold: GPUs that do nothing but compute the sequences
+        if asked.steps * asked.sequences * sequence_s > limit_s * gpus:
+            continue
+        peaks, _ = _peaks(asked)
+        if any(asked.steps * cost.step_s <= limit_s for cost in _fitting(asked, peaks)):
+            return gpus
     return None
+
+
+def _numbers_of_gpus(training: Training) -> Iterator[int]:
+    """Those of one node, and then of whole nodes, if their network is known."""
+    most, node = int(training.batch.wanted), training.links.gpus_per_node
+    yield from range(1, min(node, most) + 1)
+    if training.links.network_bytes_per_s is not None:
+        yield from range(2 * node, most + 1, node)

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -86,10 +85,17 @@ def cpu_name() -> str:
     """Model name of the processor, from the operating system."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def usable_cpus() -> int:
+    """Processors that this process may use; where the system does not say, those that there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def environment(device: Device, gpu: Gpu | None) -> Environment:
@@ -115,8 +121,8 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
         platform=platform.platform(),
         host=platform.node(),
         cpu=cpu_name(),
-        cpu_count=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        load_1min=os.getloadavg()[0],
+        cpu_count=usable_cpus(),
+        load_1min=psutil.getloadavg()[0],
         torch_threads=torch.get_num_threads(),
         git_commit=commit,
         git_dirty=dirty,
@@ -146,5 +152,5 @@ def _git(*arguments: str) -> str:
     """
     git = ["git", "--no-optional-locks", "-C", str(PACKAGE), *arguments]
     return subprocess.run(
-        git, capture_output=True, text=True, check=True, timeout=10
+        git, capture_output=True, encoding="utf-8", check=True, timeout=10
     ).stdout.strip()

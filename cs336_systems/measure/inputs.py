@@ -106,12 +106,12 @@ def check_factory(name: str, flag: str = "--model") -> None:
         raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed")
     file, top = _file_of(module), _file_of(first)
     modules = [path for path in {file, top} if path and path.suffix == ".py"]
-    sources = [path.read_text(errors="replace") for path in modules]
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in modules]
     if not sources or any(map(_DYNAMIC.search, sources)) or _file_of(f"{module}.{wanted}"):
         return
     if file is None:
         raise ValueError(f"{flag} {name}: no module {module!r}")
-    words = set(re.findall(r"\w+", file.read_text(errors="replace")))
+    words = set(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace")))
     if file.suffix == ".py" and wanted not in words:
         close = difflib.get_close_matches(wanted, words, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""

@@ -258,7 +258,7 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     """What of this machine and of the GPUs to be used may put times in doubt, in words."""
     import psutil  # slow to import, and only needed before a measurement
 
-    reasons, load, memory = [], os.getloadavg()[0], psutil.virtual_memory()
+    reasons, load, memory = [], psutil.getloadavg()[0], psutil.virtual_memory()
     if load >= BUSY_CORES:
         reasons.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
     if memory.available < LEAST_FREE * memory.total:

@@ -1,14 +1,15 @@
-"""Traces the real step of a configuration; as a process of its own it is asked for tapes through
-a pipe.
+"""Traces the real step of a configuration; as a process of its own it is asked for tapes by lines
+of standard input.
 """
 
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, BinaryIO
 from unittest import mock
 
 import msgspec
@@ -21,12 +22,15 @@ from ..costs.internals import address_of
 from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Dispatch, StepTrace
-from ..costs.traces import Asked, encoded
+from ..costs.traces import FORKING, Asked, encoded, is_compiled
 from ..costs.tracing import tracing
-from ..model.blocks import keep_kinds
-from ..model.trainable import make_model
-from ..model.user_code import is_our_message, load_factory, told
+from ..model.blocks import copy_of_kinds, keep_kinds
+from ..model.trainable import make_model, make_of_user
+from ..model.user_code import checked_module, is_our_message, load_factory, told
+from ..model_file import is_model_file
+from ..posix_needed import IS_POSIX
 from .clock import StepTimes
+from .own_step import as_if_available, note_gradients, note_state, own_steps
 from .step import TrainingStep
 
 PARTIAL_ROWS = 264
@@ -47,7 +51,8 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank until the steady state.
 
     If the step of a user's own model needs data, the tape has the reason and the parameters; if the
-    model cannot be used, the reason alone.
+    model cannot be used, the reason alone. That of a step which the user wrote as a function has no
+    parameters.
     """
     factory = config.model_factory
     parameters: list[tuple[list[str], list[str]]] = []
@@ -55,25 +60,74 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         if factory is not None:
             # outside of the modes below, which slow imports down
             load_factory(factory)
+        known = _known_model(config)
         patches = _with_chunks if factory is None else _as_of_whole_sequences
-        with tracing(axes, OF_FAST) as trace:
-            model = make_model(config)
-            kinds = keep_kinds(model, config.blocks) if config.blocks else []
-            parameters = _parameters(model, trace)
-            # of a user's model the first rank, as a way of the user's may share the optimizer's
-            # state otherwise; of ours the one that keeps most
-            ours = model if factory is None else None
-            with one_of_the_ranks(config, ours) as rank, patches(trace):
-                tape = _steps(config, model, trace, rank)
+        with tracing(axes, OF_FAST, compiles=is_compiled(config)) as trace:
+            made, kinds = _made(config, known, trace)
+            if isinstance(made, nn.Module):
+                parameters = _parameters(made, trace)
+                # of a user's model the first rank, as a way of the user's may share the
+                # optimizer's state otherwise; of ours the one that keeps most
+                ours = made if factory is None else None
+                with one_of_the_ranks(config, ours) as rank, patches(trace):
+                    tape = _steps(config, made, trace, rank)
+                tape.blocks = kinds
+            else:
+                with patches(trace):
+                    tape = own_steps(made, trace)
             if factory is not None:
-                tape.places = trace.places
-            tape.blocks = kinds
+                tape.places, tape.owners = trace.places, trace.owners
+                tape.again, tape.graphs = trace.again, trace.graphs
+            if is_compiled(config):
+                tape.compiler = torch.__version__.partition("+")[0]
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         return Tape(failure=_reason(error))
     tape.parameters = parameters
     return tape
+
+
+Kinds = list[int]
+"""The kind of each block that a whole model has."""
+
+
+def _made(
+    config: RunConfig, known: tuple[nn.Module, Kinds] | None, trace: StepTrace
+) -> tuple[nn.Module | Callable[[], object], Kinds]:
+    """The model with as many blocks as the configuration asks for, the one that is `known` or else
+    a new one, or the step that the user wrote as a function; and the kinds of all blocks.
+    """
+    if known is not None:
+        trace.adopt(known[0])
+        return known
+    if config.model_factory is None:
+        model = make_model(config)
+        return model, keep_kinds(model, config.blocks) if config.blocks else []
+    with as_if_available():
+        made = make_of_user(config, config.model_factory)
+    if not isinstance(made, nn.Module) and not config.blocks:
+        return made, []
+    model = checked_module(made).to(config.device.value)
+    return model, keep_kinds(model, config.blocks) if config.blocks else []
+
+
+def _known_model(config: RunConfig) -> tuple[nn.Module, Kinds] | None:
+    """A few blocks of a configuration file's model, which is made once for all its tapes, as making
+    hundreds of layers takes longer than a step of two blocks. None for others: what a user's
+    factory makes may be nothing that can be copied.
+    """
+    if not config.blocks or not is_model_file(config.model_factory):
+        return None
+    whole = _model_without_data(config.with_defaults("blocks", "checkpoint_blocks"))
+    return copy_of_kinds(whole, config.blocks)
+
+
+@lru_cache(maxsize=1)
+def _model_without_data(config: RunConfig) -> nn.Module:
+    """The model, with tensors of meta."""
+    with tracing({}):
+        return make_model(config)
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
@@ -88,11 +142,14 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
         if parameter.requires_grad and not config.is_shared
     ]
     _skip_all_reduce_of_ddp(step)
-    trace.note(Category.PARAMETERS, step.model.parameters())
+    trace.note_named(Category.PARAMETERS, step.model.named_parameters())
+    trace.note_named(Category.BUFFERS, step.model.named_buffers())
     parameter_bytes = _bytes_kept(step.model.parameters())
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
         # kept until the next step has its own, as in a measured run
         _, loss = step(_Clock(trace, step))
+        if config.model_factory is not None:
+            trace.note_graphs()
         for hook in hooks:
             hook.remove()
     tape = trace.tape()
@@ -257,12 +314,9 @@ class _Clock:
         next phase in the trace.
         """
         trace = self._trace
-        gradients = [parameter.grad for parameter in self._step.model.parameters()]
-        trace.note(Category.GRADIENTS, (grad for grad in gradients if grad is not None))
+        note_gradients(trace, self._step.model)
         if phase is Phase.OPTIMIZER:
-            for state in self._step.optimizer_state().values():
-                tensors = [value for value in state.values() if isinstance(value, Tensor)]
-                trace.note(Category.OPTIMIZER_STATE, tensors)
+            note_state(trace, self._step.optimizer_state(), [self._step.model])
         trace.begin(next(self._next))
 
     def stop(self) -> StepTimes:
@@ -435,11 +489,37 @@ def _reason(error: BaseException) -> str:
     return told(error)
 
 
+def _answer(answers: BinaryIO, asked: Asked, *, forks: bool) -> None:
+    """Write a line with the tapes that are asked for. If this process forks, a copy of it traces
+    them, which loads the user's modules anew.
+    """
+    copy = os.fork() if forks else 0
+    if copy == 0:
+        _write(answers, trace_all(asked))
+        if forks:
+            os._exit(0)
+        return
+    _, status = os.waitpid(copy, 0)
+    if status:
+        code = os.waitstatus_to_exitcode(status)
+        failure = encoded(Tape(failure=f"the process that traced it ended with status {code}"))
+        _write(answers, dict.fromkeys(asked, failure))
+
+
+def _write(answers: BinaryIO, tapes: Mapping[str, bytes]) -> None:
+    """Write the tapes as a line of JSON."""
+    answers.write(msgspec.json.encode(tapes) + b"\n")
+    answers.flush()
+
+
 if __name__ == "__main__":
-    questions = Connection(int(sys.argv[1]))
-    # a process that the user's code starts would keep it open
-    os.set_inheritable(questions.fileno(), False)
-    with suppress(EOFError, BrokenPipeError):  # the process that asks has ended
-        while True:
-            asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)
-            questions.send_bytes(msgspec.json.encode(trace_all(asked)))
+    # copies, which no process that the user's code starts inherits
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # where the user's code prints
+    is_forking = IS_POSIX and FORKING in sys.argv[1:]
+    if is_forking:
+        import_module("torch._dynamo")  # by which most meta kernels go; once for all copies
+    with suppress(BrokenPipeError):  # the process that asks has ended
+        for line in questions:
+            _answer(answers, msgspec.json.decode(line, type=Asked), forks=is_forking)

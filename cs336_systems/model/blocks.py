@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -36,23 +37,55 @@ def keep_kinds(model: nn.Module, wanted: Sequence[int]) -> list[int]:
     Kinds are numbered by how many blocks are of them, so that 0 is the kind of most. Raises
     TraceError for a model without blocks, and without as many blocks of a kind.
     """
+    blocks = _main_list(model)
+    every = [*blocks]
+    kinds = kinds_of(every)
+    kept = _places(kinds, wanted)
+    _cut_configurations(model, len(every), kept)
+    _refill(blocks, [every[place] for place in kept])
+    return kinds
+
+
+def copy_of_kinds(model: nn.Module, wanted: Sequence[int]) -> tuple[nn.Module, list[int]]:
+    """A copy of the model as `keep_kinds` would leave it, and what that returns; blocks that are
+    dropped are not copied.
+    """
+    blocks = _main_list(model)
+    every = [*blocks]
+    kinds = kinds_of(every)
+    kept = _places(kinds, wanted)
+    try:
+        _refill(blocks, [every[place] for place in kept])
+        copied = deepcopy(model)
+    finally:
+        _refill(blocks, every)
+    _cut_configurations(copied, len(every), kept)
+    return copied, kinds
+
+
+def _main_list(model: nn.Module) -> nn.ModuleList:
+    """The list of the model's blocks, which is the one with most parameters."""
     lists = [*block_lists(model)]
     if not lists:
         raise TraceError("the model has no blocks in a torch.nn.ModuleList that could repeat")
-    blocks = max(lists, key=lambda blocks: sum(map(_elements, blocks)))
-    kinds = kinds_of([*blocks])
-    kept = []
+    return max(lists, key=lambda blocks: sum(map(_elements, blocks)))
+
+
+def _places(kinds: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """The places of the first blocks of the kinds that are wanted, in order."""
+    kept: list[int] = []
     for kind in wanted:
         alike = [place for place, other in enumerate(kinds) if other == kind and place not in kept]
         if not alike:
             raise TraceError("the model has too few blocks of one kind to tell what one costs")
         kept.append(alike[0])
-    kept.sort()
-    _cut_configurations(model, len(blocks), kept)
-    every = [*blocks]
+    return sorted(kept)
+
+
+def _refill(blocks: nn.ModuleList, members: Sequence[nn.Module]) -> None:
+    """Let these be the members of the list."""
     del blocks[:]
-    blocks.extend(every[place] for place in kept)
-    return kinds
+    blocks.extend(members)
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:

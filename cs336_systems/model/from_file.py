@@ -3,8 +3,10 @@
 Weights are random. Nothing is downloaded, and no code that lies beside the file is run.
 """
 
+import re
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,10 +21,16 @@ IMPLEMENTATIONS = {Attention.NAIVE: "eager", Attention.SDPA: None}
 has that, and else it computes eagerly.
 """
 
+SIZE = re.compile(
+    r"(^|_)(vocab_size|hidden_size|intermediate_size|d_model|dim|embd|(hidden|num|n)_layers?|heads?|"
+    r"experts|per_tok|rank)$"
+)
+"""Names of the settings of a configuration that are sizes of matrices or numbers of blocks."""
+
 
 def factory_of_file(name: str) -> Callable[..., nn.Module]:
     """The factory of the model that `hf:PATH` names; raise ValueError for a file that describes
-    no causal language model of transformers.
+    no causal language model of transformers, or none of its sizes.
 
     Imports the model's code, which takes seconds.
     """
@@ -34,6 +42,7 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
             f"--model {name}: transformers has no causal language model of model_type "
             f"{config.model_type!r}"
         )
+    _check_sizes(name, config)
     config.use_cache = False  # of keys and values, for generating
     # now, as imports within a trace are slow
     MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -57,19 +66,47 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
             trust_remote_code=False,
         )
         if attention is Attention.SDPA and config._attn_implementation != "sdpa":
-            _say_it_is_eager(name, config.model_type)
+            _say_once(
+                f"--model {name}: transformers has no fused attention for {config.model_type}, so "
+                "attention is that of --attention naive"
+            )
         return model
 
     return make
 
 
+def _check_sizes(name: str, config: Any) -> None:  # noqa: ANN401 (a class of transformers)
+    """Say which sizes of the model are not in its file, but transformers' own; raise ValueError if
+    all are. Files of transformers have all of them, but for those of a model within another, of
+    which they leave out what does not differ.
+    """
+    values = read_model_file(name)
+    text, model = values.get("text_config", values), config.get_text_config()
+    names = {real: other for other, real in model.attribute_map.items()} | model.attribute_map
+    usual, said = {}, 0
+    for key, parameter in signature(type(model)).parameters.items():
+        if type(parameter.default) is not int or not SIZE.search(key):
+            continue
+        if key in text or names.get(key) in text:
+            said += 1
+        else:
+            usual[key] = getattr(model, key)
+    sizes = ", ".join(f"`{key}` {value:,}" for key, value in usual.items())
+    if usual and not said:
+        raise ValueError(
+            f"--model {name}: needed the model's sizes, and the file has none, for which "
+            f"transformers would take its own ({sizes}): write those that you mean"
+        )
+    if usual:
+        _say_once(
+            f"--model {name}: sizes that the file does not have are transformers' own: {sizes}"
+        )
+
+
 @cache
-def _say_it_is_eager(name: str, model_type: str) -> None:
-    """Tell the user, once in a process, that a model has no fused attention."""
-    print_aside(
-        f"--model {name}: transformers has no fused attention for {model_type}, so attention is "
-        "that of --attention naive"
-    )
+def _say_once(message: str) -> None:
+    """Tell the user, once in a process."""
+    print_aside(message)
 
 
 def _configuration(name: str) -> Any:  # noqa: ANN401 (a class of transformers)

@@ -16,7 +16,15 @@ from .annotate import annotate
 from .blocks import blocks_of
 from .optimizer import make_optimizer
 from .transformer import TransformerLM
-from .user_code import Loss, call_factory, check_logits, load_factory, own_loss, own_optimizer
+from .user_code import (
+    Loss,
+    call_factory,
+    check_logits,
+    checked_module,
+    load_factory,
+    own_loss,
+    own_optimizer,
+)
 
 
 def checkpoint_each_block(model: nn.Module) -> None:
@@ -120,5 +128,11 @@ def make_model(config: RunConfig) -> nn.Module:
     with torch.device(config.device.value):
         if config.model_factory is None:
             return TransformerLM(config.model)
-        model = call_factory(load_factory(config.model_factory), config.model)
+        model = checked_module(make_of_user(config, config.model_factory))
         return model.to(config.device.value)
+
+
+def make_of_user(config: RunConfig, factory: str) -> nn.Module | Callable[[], object]:
+    """What a user's factory makes on the device of the configuration: a model or a step."""
+    with torch.device(config.device.value):
+        return call_factory(load_factory(factory), config.model, batch_size=config.batch_size)

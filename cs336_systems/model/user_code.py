@@ -61,9 +61,13 @@ def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
     return target
 
 
-def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
-    """Call the factory with the fields of `model` that its signature names."""
-    known = {field.name: getattr(model, field.name) for field in fields(model)}
+def call_factory(
+    factory: Callable[..., object], model: ModelConfig, **more: int
+) -> nn.Module | Callable[[], object]:
+    """Call the factory with the fields of `model`, and of `more`, that its signature names. It
+    makes a model, or a function that is a whole training step.
+    """
+    known = {field.name: getattr(model, field.name) for field in fields(model)} | more
     if not model.num_kv_heads:  # the factory has its own default, or none
         del known["num_kv_heads"]
     parameters = inspect.signature(factory).parameters.values()
@@ -80,11 +84,20 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
         )
     names = {parameter.name for parameter in parameters}
     made = factory(**{name: value for name, value in known.items() if name in names})
-    if not isinstance(made, nn.Module):
-        raise ValueError(
-            f"the model factory must return a torch.nn.Module, got {type(made).__name__}"
-        )
+    if not callable(made):
+        raise _other_than_module(made)
     return made
+
+
+def checked_module(made: object) -> nn.Module:
+    """The model that a factory has made; raise ValueError for anything else."""
+    if not isinstance(made, nn.Module):
+        raise _other_than_module(made)
+    return made
+
+
+def _other_than_module(made: object) -> ValueError:
+    return ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")
 
 
 def _quoted(names: Iterable[str]) -> str:

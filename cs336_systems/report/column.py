@@ -40,6 +40,10 @@ class Column:
     _: KW_ONLY
     numeric: bool = True
     """Numbers are aligned to the right, texts to the left."""
+    wraps: bool = True
+    """Whether a narrow terminal may break a text between its words, before it leaves out columns.
+    Numbers are never broken.
+    """
     text: Callable[[Any], str] | None = None
     """Writes the cell from the whole row, for a cell that shows more than the value under `key`."""
     key: str = ""
@@ -153,10 +157,15 @@ def short(value: float) -> str:
 
 
 def text_column(
-    name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str
+    name: str,
+    about: str,
+    drop_order: int = 0,
+    write: Callable[[Any], str] = str,
+    *,
+    wraps: bool = True,
 ) -> Column:
     """A column of texts."""
-    return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
+    return Column(name, "", about, drop_order, numeric=False, wraps=wraps, write=write)
 
 
 def rounded_ms(name: str, about: str, drop_order: int = 0, doubt: str = "") -> Column:

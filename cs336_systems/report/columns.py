@@ -259,15 +259,21 @@ COLUMNS = (
             "layout",
             "How GPUs share a step: DP replicas, FSDP or ZeRO shards, TP tensor, PP pipeline, CP "
             "context and EP expert ranks.",
+            wraps=False,
         ),
         "micro_batch": count_column("batch", "Sequences of one forward pass of a rank."),
-        "accumulate": count_column("accumulated", "Micro-batches of a step, one after the other."),
+        "accumulate": count_column(
+            "accumulated", "Micro-batches of a step, one after the other.", 4
+        ),
         "checkpoint": Column(
-            "checkpoints", "", "1: each block keeps its input only.", 3, write=str
+            "checkpoints", "", "1: each block keeps its input only.", 2, write=str
         ),
         "bubble_ms": rounded_ms("bubble", "Time in which stages of a pipeline wait.", 5),
         "run_by": text_column(
-            "run by", "The command that runs it here, or what of it is not run here.", 6
+            "run by",
+            "The command that runs it here, or what of it is not run here.",
+            6,
+            wraps=False,
         ),
         # what ranks compute and send, on paper
         "part": text_column("part", "What is computed."),

@@ -37,7 +37,9 @@ from .words import (
     interval_digits,
     interval_text,
     mean_and_std,
+    ratio,
     rounded,
+    scaled,
     significant,
     status_text,
 )
@@ -163,10 +165,6 @@ def _activity(
         write=three_digits,
         in_csv="known",
     )
-
-
-def _quotient(amount: Value, whole: Value) -> Value:
-    return None if amount is None or not whole else amount / whole
 
 
 def _speed_up(
@@ -581,7 +579,7 @@ class StepResult(Mapping[str, Any]):
         "NVLink",
         "Share of the data sheet's rate of NVLink, in the direction with more",
         145,
-        lambda activity, device: _quotient(
+        lambda activity, device: ratio(
             activity.nvlink_bytes_per_s, device.link_bytes_per_s if device else None
         ),
     )
@@ -589,7 +587,7 @@ class StepResult(Mapping[str, Any]):
         "PCIe",
         "Share of the rate of the link to the host, in the direction with more",
         146,
-        lambda activity, _: _quotient(activity.pcie_bytes_per_s, activity.pcie_peak_bytes_per_s),
+        lambda activity, _: ratio(activity.pcie_bytes_per_s, activity.pcie_peak_bytes_per_s),
     )
 
     # quantities that only tables have
@@ -662,8 +660,3 @@ class StepResult(Mapping[str, Any]):
         name="weak scaling",
         scale=100,
     )
-
-
-def scaled(value: Value, scale: float) -> Value:
-    """The value times the scale; None for unknown."""
-    return None if value is None else value * scale

@@ -197,9 +197,9 @@ def _fit(
     whole = [*map(_widest, heads)]  # the width of each column if nothing wraps
     if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
         return shown, whole, 2
-    least = []  # the width of each column if all texts wrap; numbers never do
+    least = []  # the width of each column if all texts wrap that may; numbers never do
     for heading, head, cells in zip(headings, heads, texts, strict=True):
-        unbroken = cells if heading.numeric else ()
+        unbroken = cells if heading.numeric or not heading.wraps else ()
         least.append(_widest([*_words(head), *unbroken]))
     by_drop_order = sorted(shown, key=lambda column: headings[column].drop_order)
     fewest = max(1, sum(not heading.drop_order for heading in headings))

@@ -163,6 +163,11 @@ def ratio(value: float | None, whole: float | None) -> float | None:
     return None if value is None or not whole else value / whole
 
 
+def scaled(value: float | None, scale: float) -> float | None:
+    """The value times the scale; None for unknown."""
+    return None if value is None else value * scale
+
+
 def label(name: str) -> str:
     """The name of a module or kernel; if it is longer than MAX_LABEL characters, without its
     middle.

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from ..analysis.warnings import in_doubt
+from ..analysis.warnings import in_doubt, may_be_in_doubt
 from ..costs.communication import Collective
 from ..costs.curves import Curves, transferred_curves, with_fp8
 from ..costs.hardware import DeviceSpec, bare_name, find_device
@@ -194,12 +194,14 @@ def _with_attention(
 def _is_doubted(studies: tuple[CeilingsStudy, ...]) -> bool:
     """Whether warnings doubt more than DOUBTED_SHARE of the times."""
     timings = chain.from_iterable(study.timings for study in studies)
-    doubts = [
-        in_doubt(warning.code for warning in timing.warnings)
-        for timing in timings
-        if timing.loops is not None
-    ]
-    return sum(doubts) > DOUBTED_SHARE * len(doubts)
+    timed = [timing for timing in timings if timing.loops is not None]
+    most = DOUBTED_SHARE * len(timed)
+    scattered = [one for one in timed if one.loops and may_be_in_doubt(one.loops.times_s)]
+    # judging them takes longer than many a forecast, and most studies have few of them
+    if len(scattered) <= most:
+        return False
+    doubts = [in_doubt(warning.code for warning in timing.warnings) for timing in scattered]
+    return sum(doubts) > most
 
 
 def load_ceilings(directory: Path) -> Ceilings:

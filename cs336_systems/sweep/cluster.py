@@ -215,7 +215,7 @@ def connected(address: str) -> Iterator[None]:
     try:
         address = _checked(address)
         with (
-            Path(os.devnull).open("w") as nowhere,
+            Path(os.devnull).open("w", encoding="utf-8") as nowhere,
             contextlib.redirect_stdout(nowhere),
             temporary_directory() as directory,
         ):

@@ -16,23 +16,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import psutil
 
-from ..interrupt import end_at_once
+from ..interrupt import STOP_SIGNALS, end_at_once
 from ..measure.nvml import Gpu
 from ..record import Failure, Status
 from ..subject import Subject
 from ..temporary import shared_directory
-from .process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
+from .process import FORKER_VARIABLE, child_environment
 from .store import SweepError
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext  # which Windows lacks
 
 LOG_TAIL_BYTES = 16 * 1024
 """Most bytes of the end of a worker's output that are kept."""
@@ -77,7 +79,7 @@ connection for its output.
 
 
 @functools.cache
-def fork_server() -> ForkServerContext:
+def fork_server() -> "ForkServerContext":
     """The context whose server imports torch once and never touches CUDA, so that a fork of it
     is a fresh process.
     """

@@ -8,7 +8,6 @@ measurement.
 
 import contextlib
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ..files import FileError, error_in_words, in_one_line
 from ..measure.environment import host_memory_bytes
 from ..measure.inputs import all_inputs
 from ..measure.nvml import Gpu
+from ..posix_needed import IS_POSIX
 from ..record import (
     Failure,
     Identity,
@@ -38,6 +38,9 @@ from ..subject import Subject
 from ..text import print_aside
 from . import store
 from .process import NOT_EXPLAINED, begin_worker
+
+if IS_POSIX:
+    import resource
 
 
 class Listener:
@@ -284,4 +287,4 @@ def _limit_memory() -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (host_memory_bytes(), resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from ..interrupt import STOP_SIGNALS
+
 RECORD_NOT_WRITTEN = 74
 """Exit status (EX_IOERR) of a worker that could not write its record: the disk failed, not the
 run.
@@ -25,10 +27,6 @@ run.
 NOT_EXPLAINED = 65
 """Exit status (EX_DATAERR) of a worker that could not explain a profile; the last line of its
 output says why.
-"""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a sweep: Ctrl-C, the system, a closing terminal; often sent to the whole
-process group.
 """
 FORKER_VARIABLE = "CS336_FORKER"
 """Environment variable that tells a fork server which process started it."""

@@ -18,8 +18,10 @@ from time import monotonic
 from ..analysis.kernels.classes import KernelRules
 from ..analysis.warnings import judged
 from ..config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
+from ..files import in_one_line
 from ..measure.environment import identity
 from ..measure.nvml import Gpu, alike, visible_gpus
+from ..posix_needed import IS_POSIX
 from ..record import RunRecord, Status, load_records
 from ..subject import Subject
 from . import isolation, keep, store
@@ -123,7 +125,9 @@ def explain_again(
         is_redone = has_new_rules and keep.raw_profile(record, runs) is not None
         if is_redone or keep.can_be_explained(record, runs):
             waiting.append(record.subject)
-    if waiting:
+    if waiting and not IS_POSIX:
+        _explain_here(waiting, runs, listener, rules)
+    elif waiting:
         isolation.preload_to_explain()
         isolation.spare_children()
         adopt_orphans()
@@ -140,6 +144,20 @@ def explain_again(
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(subject for subject in waiting if not keep.has_explanation(subject, runs))
+
+
+def _explain_here(
+    subjects: Sequence[Subject], runs: Path, listener: keep.Listener, rules: KernelRules | None
+) -> None:
+    """Explain the runs in this process, where the system has no fork that makes workers."""
+    for subject in subjects:
+        listener.explaining(subject)
+        failure = None
+        try:
+            keep.explain_run(subject, runs, rules)
+        except Exception as error:  # whatever the profile holds, the others are explained
+            failure = in_one_line(error)
+        listener.explained(subject, failure)
 
 
 @dataclass(slots=True)

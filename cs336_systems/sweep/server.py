@@ -8,7 +8,8 @@ import gc
 import os
 import signal
 
-from .process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker, forget_safe_path
+from ..interrupt import STOP_SIGNALS
+from .process import FORKER_VARIABLE, die_with_forker, forget_safe_path
 
 # otherwise a worker would keep the fork server alive after the sweep
 die_with_forker(signal.SIGKILL)

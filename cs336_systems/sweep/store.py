@@ -7,10 +7,8 @@ holder ends, so no lock is ever stale.
 
 import contextlib
 import datetime
-import fcntl
 import os
 import platform
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +20,13 @@ import msgspec
 from ..config import Profiler, RunConfig
 from ..files import encode_json, remedy, write_atomically
 from ..measure.nvml import Gpu
+from ..posix_needed import IS_POSIX, LACKING
 from ..record import Identity, Input, RecordError, RunRecord, published_runs
 from ..subject import Subject
-from ..text import LONGEST_PART, shorten, shortened
+from ..text import LONGEST_PART, command_line, shorten, shortened
+
+if IS_POSIX:
+    import fcntl
 
 _PROBE_BYTES = 2**16
 """Size of a large record, so that the probe also finds a full disk."""
@@ -252,7 +254,7 @@ def command_in(directory: Path) -> str:
     """
     try:
         data = (directory / ENVIRONMENT_FILE).read_bytes()
-        return shlex.join(msgspec.json.decode(data)["argv"])
+        return command_line(msgspec.json.decode(data)["argv"])
     except (OSError, ValueError, LookupError, TypeError):
         return ""
 
@@ -274,8 +276,10 @@ def writing(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path` during the context; raise LockedError, which names the holder,
-    if it is taken.
+    if it is taken, and SweepError where there are no locks.
     """
+    if not IS_POSIX:
+        raise SweepError(LACKING)
     descriptor = _open(path)
     try:
         try:
@@ -290,7 +294,7 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.pwrite(
             descriptor,
-            f"process {os.getpid()} on {platform.node()}: {shlex.join(sys.argv)}\n".encode(),
+            f"process {os.getpid()} on {platform.node()}: {command_line(sys.argv)}\n".encode(),
             0,
         )
         yield

@@ -4,7 +4,6 @@ two batches.
 
 import copy
 import functools
-import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +40,21 @@ STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
 OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
 """Modules whose operators are cuDNN's."""
+OF_CLASSES = ("cross_entropy", "nll_loss")
+"""Functions of torch.nn.functional that compare a result with the numbers of classes."""
+LOSSES = {
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.NLLLoss: "nll_loss",
+    nn.MSELoss: "mse_loss",
+    nn.L1Loss: "l1_loss",
+    nn.SmoothL1Loss: "smooth_l1_loss",
+    nn.HuberLoss: "huber_loss",
+    nn.BCELoss: "binary_cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
+}
+"""Modules of losses, and the functions of torch.nn.functional that do the same with a result and
+its target.
+"""
 IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
@@ -310,32 +324,6 @@ def loss_of_loop(
     target = on_device[0].reshape(shape) if on_device else scores.new_empty(shape, dtype=kind)
     loss = getattr(F, function)(scores, target)
     return loss, [f"the loss outside of the model is {function}, which its code names"]
-
-
-OF_CLASSES = ("cross_entropy", "nll_loss")
-ELEMENTWISE = (
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-LOSSES = (*OF_CLASSES, *ELEMENTWISE)
-"""Functions of torch.nn.functional that compute a loss from a result and its target."""
-
-
-def function_of(kind: type[nn.Module]) -> str | None:
-    """The function of a loss that is a module."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
-    words = {"bceloss": "binary_cross_entropy", "mseloss": "mse_loss", "nllloss": "nll_loss"}.get(
-        words, words
-    )
-    words = words.replace("bcewith_logits_loss", "binary_cross_entropy_with_logits")
-    for name in (words, words.removesuffix("_loss")):
-        if name in LOSSES:
-            return name
-    return None
 
 
 def _put_checkpoints(model: nn.Module) -> None:

@@ -44,12 +44,6 @@ class LoopGpu(Observer):
         if number >= 0:
             self._activity.between_steps()
 
-    def clock(self) -> GpuState | None:
-        """The state of the GPU now; None without the driver's library."""
-        with contextlib.suppress(pynvml.NVMLError):
-            return self._monitor.state() if self._monitor is not None else None
-        return None
-
     def throttled_s(self) -> dict[str, float]:
         """For how long each reason has lowered the clock, by the driver's counters; empty without
         its library.

@@ -39,9 +39,8 @@ def allocated_on_gpu() -> int:
 class Growth(Observer):
     """Reads the allocated bytes at the end of measured steps, ever more rarely."""
 
-    def __init__(self, read: Callable[[], int] | None, spacing_s: float = SPACING_S) -> None:
+    def __init__(self, read: Callable[[], int], spacing_s: float = SPACING_S) -> None:
         self._read, self._spacing_s = read, spacing_s
-        """`read` is None where no allocator tells its bytes, as on a CPU."""
         self._due_s = -math.inf
         self._every = 1
         self._readings: list[tuple[int, int]] = []
@@ -49,7 +48,7 @@ class Growth(Observer):
 
     def step_ended(self, number: int) -> None:
         """Read the bytes of some steps."""
-        if self._read is None or number < 0 or number % self._every:
+        if number < 0 or number % self._every:
             return
         now_s = monotonic()
         if now_s < self._due_s:

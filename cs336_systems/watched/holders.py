@@ -5,7 +5,6 @@ allocated, and no hook of the user's runs.
 """
 
 import contextlib
-import gc
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..costs.graphs import sorted_nodes
 from ..costs.tape import REPEATED, Category, path_of
 from ..loop_record import Holder
 from .calls import described
@@ -113,7 +113,7 @@ class Graph:
 
     def __init__(self, tensors: Iterable[Tensor], modules: Modules, running: str) -> None:
         """`running` is the module that ran last."""
-        self.nodes = _sorted_nodes(tensors)
+        self.nodes = sorted_nodes(tensors)
         """In the order in which they were made."""
         parametric = {node: _module_of(node, modules) for node in self.nodes}
         self._parametric = [node for node, path in parametric.items() if path is not None]
@@ -149,22 +149,6 @@ class Graph:
             if next(saved_in(node), None) is not None:
                 return self._places[node] or ""
         return ""
-
-
-def _sorted_nodes(tensors: Iterable[Tensor]) -> list[Any]:
-    """All nodes that these tensors reach, but those that only fill gradients."""
-    waiting = []
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError):  # a view that was changed without a graph
-            waiting.append(tensor.grad_fn)
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or hasattr(node, "variable"):
-            continue
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return sorted(seen, key=lambda node: node._sequence_nr())
 
 
 def _module_of(node: Any, modules: Modules) -> str | None:  # noqa: ANN401
@@ -303,9 +287,3 @@ def held_by(
         if held and category == OTHER:
             others.append((described(tensor), held))
     return others
-
-
-def all_tensors() -> list[Tensor]:
-    """All tensors that Python knows, so those of its frames too."""
-    # isinstance would ask proxies for their class, which may do anything
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]

@@ -13,8 +13,10 @@ passes in one step are summed. On a GPU the marks are CUDA events, which are rea
 passed: nothing waits.
 """
 
+import atexit
 import contextlib
 import io
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -32,15 +34,16 @@ from ..record import RunRecord, read_record, with_other_ranks, write_rank, write
 from ..subject import WatchedLoop
 from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import print_aside, print_line
-from .exit import UNREPORTED, conclude
 from .hooks import hookable
-from .live import Live
 from .marks import WatchedStep
 from .observer import say
 from .parts import Parts, device_of
-from .recording import Recorder
 
 Batch = TypeVar("Batch")
+
+UNREPORTED: set["Watched"] = set()
+"""The loops of this process that have had steps since their last report."""
+_PROCESS = os.getpid()
 
 FOREIGN_OPTIMIZER = (
     "the optimizer {} is no torch.optim.Optimizer, so its time is in other: its step has no hooks"
@@ -147,10 +150,7 @@ class Watched:
         self._loop = WatchedLoop(
             name=name, device=self.device, profiler=profiler, warmup_steps=warmup_steps
         )
-        self._parts = Parts(models, hooked, self._loop, self.directory)
-        self._recorder = Recorder(self._loop, self._parts, unseen)
-        self._live = Live(name, self.measured, every, self._recorder.mfu, self._parts.ranks)
-        self._parts.observe(self._parts.in_order(self._live))
+        self._parts = Parts(models, hooked, self._loop, self.directory, unseen, every)
         self._parts.hooks.attach()
         weakref.finalize(self, self._parts.hooks.detach).atexit = False
         self._written: Path | None = None
@@ -161,8 +161,17 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Report what was seen, however the loop ended, and take the hooks away."""
-        conclude(self)
+        """Report what was seen, however the loop ended, and take the hooks away.
+
+        What goes wrong is said in a line: it must not hide the exception that ended the loop.
+        """
+        try:
+            if self in UNREPORTED:
+                self.report(page=False)  # a page takes seconds, and the process may be about to end
+        except Exception as error:
+            print_aside(f"no report of the loop: {error}")
+        finally:
+            self.remove()
 
     def step(self) -> Step:
         """Around one step of the loop. A step that ends by an exception is not counted."""
@@ -205,7 +214,7 @@ class Watched:
 
         Raise RuntimeError before the first step that counts.
         """
-        return self._recorder.record()
+        return self._parts.record()
 
     def metrics(self) -> dict[str, float]:
         """The means of the measured steps that were read since the last call, for a tracker of
@@ -215,8 +224,8 @@ class Watched:
         """
         self._parts.steps.read()
         if self.measured and self._parts.tracer.num_traced == 0:
-            self._recorder.flops(self.measured)
-        numbers = self._live.take()
+            self._parts.flops(self.measured)
+        numbers = self._parts.live.take()
         if numbers and self._parts.gpu is not None:
             numbers["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return {f"watch/{name}": value for name, value in numbers.items()}
@@ -321,6 +330,15 @@ class Watched:
 
 
 watch = Watched
+
+
+@atexit.register
+def _report_all() -> None:
+    """Report the loops whose report did not come before the end of the process."""
+    if os.getpid() != _PROCESS:  # a child that was forked shares none of the loops
+        return
+    for loop in list(UNREPORTED):
+        loop.__exit__()
 
 
 def _hooked(optimizers: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:  # noqa: ANN401

@@ -21,12 +21,13 @@ from torch import nn
 
 from ..config import Device, Phase
 from ..costs.fit import CUDA_CONTEXT_BYTES
+from ..costs.graphs import all_tensors
 from ..costs.tape import Category
 from ..loop_record import CACHED, Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
-from .fitting import LOSSES, Fitting, Kept, Loop, beside_call, fitting, function_of
-from .holders import Graph, Ledger, Modules, all_tensors, held_by
+from .fitting import LOSSES, Fitting, Kept, Loop, beside_call, fitting
+from .holders import Graph, Ledger, Modules, held_by
 from .observer import Observer
 from .tokens import PassReader
 
@@ -370,13 +371,9 @@ def _is_method(kind: type, code: CodeType) -> bool:
 
 def _loss_named(codes: Sequence[CodeType]) -> str | None:
     """The only function of a loss that the code names, or else the only one whose module exists."""
-    named = {name for code in codes for name in code.co_names if name in LOSSES}
+    names = {name for code in codes for name in code.co_names}
+    named = names & set(LOSSES.values())
     if not named:
-        kinds = {type(thing) for thing in gc.get_objects() if _is_loss(type(thing))}
-        functions = {function_of(kind) for kind in kinds}
-        named = {function for function in functions if function is not None}
+        kinds = {id(type(thing)) for thing in gc.get_objects()}
+        named = {function for kind, function in LOSSES.items() if id(kind) in kinds}
     return named.pop() if len(named) == 1 else None
-
-
-def _is_loss(kind: type) -> bool:
-    return issubclass(kind, nn.modules.loss._Loss)

@@ -4,9 +4,8 @@ and calls of the model that train nothing.
 
 import gc
 import sys
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter_ns, time
 from typing import Any
 
@@ -33,22 +32,20 @@ class Pauses:
         self._evaluated: tuple[int, int] | None = None
         """When the first call of an evaluation began, and when the last one ended."""
         self._compiled_at = time()
-        looking = weakref.ref(self)
         self._of_compiler = (
-            _telling(looking, Pauses.begins, Cause.COMPILATION),
-            _telling(looking, Pauses.ends, Cause.COMPILATION),
+            partial(self.begins, Cause.COMPILATION),
+            partial(self.ends, Cause.COMPILATION),
         )
-        self._of_collector = _collecting(looking)
 
     def attach(self) -> None:
         """See garbage collections; compilations are seen from the next step on."""
-        if self._of_collector not in gc.callbacks:
-            gc.callbacks.append(self._of_collector)
+        if self.collects not in gc.callbacks:
+            gc.callbacks.append(self.collects)
 
     def detach(self) -> None:
         """Take the callbacks away."""
-        if self._of_collector in gc.callbacks:
-            gc.callbacks.remove(self._of_collector)
+        if self.collects in gc.callbacks:
+            gc.callbacks.remove(self.collects)
         compiler = sys.modules.get("torch._dynamo.callback")
         if compiler is None:
             return
@@ -59,11 +56,18 @@ class Pauses:
         if ends in handler.end_callbacks:
             handler.remove_end_callback(ends)
 
-    def begins(self, cause: Cause) -> None:
+    def collects(self, phase: str, _: dict[str, int]) -> None:
+        """Time a collection of Python's garbage, as a callback of `gc`."""
+        if phase == "start":
+            self.begins(Cause.COLLECTION)
+        else:
+            self.ends(Cause.COLLECTION)
+
+    def begins(self, cause: Cause, *_: object) -> None:
         """Time a pause from here."""
         self._begun_ns[cause] = perf_counter_ns()
 
-    def ends(self, cause: Cause) -> None:
+    def ends(self, cause: Cause, *_: object) -> None:
         """Count the pause; nothing happens if it has not begun."""
         begun_ns = self._begun_ns.pop(cause, None)
         if begun_ns is not None:
@@ -116,34 +120,6 @@ class Pauses:
         seen = self.seen.setdefault(cause, Seen())
         seen.ns = (seen.ns or 0) + ns
         seen.count += 1
-
-
-def _telling(
-    looking: "weakref.ref[Pauses]", tell: Callable[[Pauses, Cause], None], cause: Cause
-) -> Callable[..., None]:
-    """A callback that does not keep the pauses alive."""
-
-    def call(*_: object) -> None:
-        pauses = looking()
-        if pauses is not None:
-            tell(pauses, cause)
-
-    return call
-
-
-def _collecting(looking: "weakref.ref[Pauses]") -> Callable[[str, dict[str, int]], None]:
-    """A callback for the garbage collector, which runs it thousands of times in some loops."""
-
-    def call(phase: str, _: dict[str, int]) -> None:
-        pauses = looking()
-        if pauses is None:
-            return
-        if phase == "start":
-            pauses.begins(Cause.COLLECTION)
-        else:
-            pauses.ends(Cause.COLLECTION)
-
-    return call
 
 
 def _reasons(since: float) -> list[str]:

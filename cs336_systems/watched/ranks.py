@@ -1,4 +1,5 @@
-"""Which of several ranks a watched loop runs on, and how long the rank computes by itself.
+"""Which of several ranks a watched loop runs on, how long the rank computes by itself, and how
+often the ranks average their gradients.
 
 No collective is called: under `if rank == 0` it would hang.
 """
@@ -24,6 +25,31 @@ WAITING = frozenset({Phase.BACKWARD, Phase.OPTIMIZER})
 """Phases in which a rank may wait for the others: DistributedDataParallel averages in backward."""
 LOOPS = itertools.count()
 """Numbers the loops of this process, alike on all ranks that make the same loops."""
+IS_SYNCED = "require_backward_grad_sync"
+"""Attribute of DistributedDataParallel: whether backward averages the gradients."""
+
+
+class Syncs(Observer):
+    """Counts, by update, the forward passes whose backward pass averages the gradients over the
+    ranks, as the wrapper itself says before each (`no_sync` unsets it).
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._model = weakref.ref(models[0])
+        # of several models, a pass is not known to be of this one
+        self.sees_model = len(models) == 1 and hasattr(models[0], IS_SYNCED)
+        self._synced = 0
+        self.per_update: int | None = None
+        """The least number in an update; None where none was seen."""
+
+    def phase_begins(self, phase: Phase | None) -> None:
+        """Count a forward pass, or end an update."""
+        if phase is Phase.FORWARD:
+            self._synced += bool(getattr(self._model(), IS_SYNCED, False))
+        elif phase is Phase.OPTIMIZER:
+            if self._synced:
+                self.per_update = min(self._synced, self.per_update or self._synced)
+            self._synced = 0
 
 
 class Ranks(Observer):
@@ -95,7 +121,7 @@ def _waits_in_backward(model: nn.Module | None) -> bool:
     DistributedDataParallel, has no buffers that are broadcast before forward, and no norm that
     averages over the ranks in forward.
     """
-    if model is None or not hasattr(model, "require_backward_grad_sync"):
+    if model is None or not hasattr(model, IS_SYNCED):
         return False
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return False

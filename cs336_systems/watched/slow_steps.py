@@ -3,27 +3,24 @@
 A quiet step costs two calls and a comparison.
 """
 
-import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter_ns
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ..analysis.loop_causes import MIN_SHARE, explained
-from ..analysis.warnings import MIN_OUTLIER, throttled
+from ..analysis.warnings import MIN_OUTLIER
 from ..config import Phase
 from ..loop_record import Cause, Pause, SlowStep
-from ..record import GpuState, Telemetry
 from ..text import shortened
 from .marks import WatchedStep
 from .observer import Observer
 from .pauses import Pauses, Seen
-from .throttling import Throttling
 
 BEYOND = 6
 """Standard deviations, by the median distance from the median, beyond which a step is slow: by
@@ -39,12 +36,12 @@ RHYTHM = 32
 """Every so many steps the allocator's counters are read in any case, so that a reading at a long
 step shows what happened lately.
 """
-CLOCK_EVERY_S = 10.0
-"""Least time between two readings of the GPU's clock, which take milliseconds, and longest time
-between two of its counters of throttled time.
-"""
-COUNTERS_EVERY_S = 1.0
-"""Least time between two readings of the counters of throttled time, which take a millisecond."""
+COUNTERS_EVERY_S = 10.0
+"""Time between two readings of the GPU's counters of throttled time, which take a millisecond."""
+COUNTERS_AT_LONG_S = 1.0
+"""The same where a step was long."""
+LEAST_USUAL_S = 1.0
+"""Least time over which it is known how long the clock is usually lowered."""
 MORE_TOKENS = 1.1
 """Times the usual tokens from which a slow step has more of them."""
 MOST_KEPT = 10_000
@@ -55,25 +52,62 @@ SIZES = re.compile(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)
 """How torch.compile says that a tensor has another shape than the one it compiled for."""
 
 
-class GpuCounters(Protocol):
-    """What is read of a GPU at slow steps."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The counters at a moment of the program's clock, all in seconds."""
 
-    def clock(self) -> GpuState | None:
-        """The state of the GPU now; None if the driver does not tell."""
+    moment_s: float
+    lowered_s: Mapping[str, float]
+    """For how long each reason has lowered the clock since the driver was loaded."""
 
-    def throttled_s(self) -> Mapping[str, float]:
-        """For how long each reason has lowered the clock since the driver was loaded."""
+
+class Throttling:
+    """Compares readings of the counters; `read` makes one, which takes a millisecond or two."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+        self._first: Reading | None = None
+        self._last: Reading | None = None
+
+    def age_s(self, now_s: float) -> float | None:
+        """Seconds since the last reading; None before the first."""
+        return None if self._last is None else now_s - self._last.moment_s
+
+    def look(self, now_s: float) -> dict[str, float]:
+        """Read the counters; return by reason for how many seconds more than usual it lowered the
+        clock since the last reading. Empty where it is not known what is usual.
+
+        What is usual is the share of the time from the first reading to the last one: a GPU under
+        full load may be at its power limit all the time.
+        """
+        reading = Reading(now_s, self._read())
+        first, last = self._first, self._last
+        self._first, self._last = first or reading, reading
+        if first is None or last is None:
+            return {}
+        usual_s = last.moment_s - first.moment_s
+        if usual_s < LEAST_USUAL_S:
+            return {}
+        more_s = {}
+        for reason in reading.lowered_s.keys() & last.lowered_s.keys() & first.lowered_s.keys():
+            share = (last.lowered_s[reason] - first.lowered_s[reason]) / usual_s
+            lowered_s = reading.lowered_s[reason] - last.lowered_s[reason]
+            more_s[reason] = lowered_s - share * (now_s - last.moment_s)
+        return more_s
 
 
 class SlowSteps(Observer):
     """Keeps what was seen in each interval: from the end of a step to that of the next.
 
-    `gpu` reads the counters of the GPU; None without one.
+    `throttled_s` reads for how long each reason has lowered the GPU's clock since the driver was
+    loaded; None without a GPU.
     """
 
-    def __init__(self, pauses: Pauses, gpu: GpuCounters | None) -> None:
-        self._pauses, self._gpu = pauses, gpu
-        self._throttling = None if gpu is None else Throttling(gpu.throttled_s)
+    def __init__(
+        self, pauses: Pauses, throttled_s: Callable[[], Mapping[str, float]] | None
+    ) -> None:
+        self._pauses = pauses
+        self._throttling = None if throttled_s is None else Throttling(throttled_s)
         self._kept: dict[int, dict[Cause, Seen]] = {}
         """By the number of the step that ended the interval."""
         self._host, self._device = Usually(), Usually()
@@ -83,7 +117,6 @@ class SlowSteps(Observer):
         """Measured steps that were read."""
         self._allocated = (0, 0)
         self._allocated_at = 0
-        self._clock_s = -math.inf
 
     def step_ended(self, number: int) -> None:
         """Keep what was seen in this interval."""
@@ -93,7 +126,7 @@ class SlowSteps(Observer):
                 self._kept[number] = seen
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
-        if self._gpu is not None:
+        if self._throttling is not None:
             # the allocator works on the host, so that the host's time tells
             ended_ns, self._ended_ns = self._ended_ns, perf_counter_ns()
             is_long = self._host.is_long((self._ended_ns - ended_ns) / 1e9)
@@ -103,16 +136,15 @@ class SlowSteps(Observer):
     def steps_read(self, first: int, steps: Sequence[WatchedStep]) -> None:
         """Look at what counters of the GPU tell if a step was long."""
         self.num_read = max(0, first + len(steps))
-        if self._gpu is None:
+        if self._throttling is None:
             return
         for number, step in enumerate(steps, first):
             interval_s = step.interval_s
             usual_s = self._device.usual_s
             is_long = self._device.is_long(interval_s)
             if number >= 0:
-                if is_long:
-                    self._look_at_clock(number, self._gpu)
-                self._look_at_throttling(number, interval_s - usual_s, is_long=is_long)
+                excess_s = interval_s - usual_s
+                self._look_at_throttling(self._throttling, number, excess_s, is_long=is_long)
 
     def slow_steps(
         self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep]
@@ -140,9 +172,7 @@ class SlowSteps(Observer):
             for number, seen in self._kept.items()
             if cause in seen and number in numbers
         ]
-        if 2 * len(times_ns) <= len(numbers):
-            return 0
-        return sorted([0] * (len(numbers) - len(times_ns)) + times_ns)[len(numbers) // 2]
+        return statistics.median_low([0] * (len(numbers) - len(times_ns)) + times_ns)
 
     def _look_at_allocator(self, number: int, *, is_long: bool = False) -> None:
         """Read the counters of PyTorch's allocator, of which a long step shows the difference."""
@@ -158,38 +188,24 @@ class SlowSteps(Observer):
             kept = self._kept.setdefault(number, {})
             kept[Cause.ALLOCATOR] = Seen(None, segments + retries, details)
 
-    def _look_at_clock(self, number: int, gpu: GpuCounters) -> None:
-        """Read the GPU's clock, seldom."""
-        now_s = monotonic()
-        if now_s - self._clock_s < CLOCK_EVERY_S:
-            return
-        self._clock_s = now_s
-        state = gpu.clock()
-        lowered = None if state is None else throttled(Telemetry(before=state, after=state))
-        if lowered is not None:
-            self._keep_clock(number, lowered)
-
-    def _look_at_throttling(self, number: int, excess_s: float, *, is_long: bool) -> None:
+    def _look_at_throttling(
+        self, throttling: Throttling, number: int, excess_s: float, *, is_long: bool
+    ) -> None:
         """Read the counters of throttled time seldom, and at a long step sooner: this tells for how
         long at most the clock was lower in it.
         """
-        assert self._throttling is not None
         now_s = monotonic()
-        age_s = self._throttling.age_s(now_s)
-        if age_s is not None and age_s < (COUNTERS_EVERY_S if is_long else CLOCK_EVERY_S):
+        age_s = throttling.age_s(now_s)
+        if age_s is not None and age_s < (COUNTERS_AT_LONG_S if is_long else COUNTERS_EVERY_S):
             return
-        more_s = self._throttling.look(now_s)
+        more_s = throttling.look(now_s)
         if not is_long or age_s is None:
             return
         for reason, seconds in sorted(more_s.items()):
             if seconds >= MIN_SHARE * excess_s:
+                seen = self._kept.setdefault(number, {}).setdefault(Cause.CLOCK, Seen(None, 1))
                 lowered = f"{reason} for up to {seconds:.3g} s of the last {age_s:.3g} s"
-                self._keep_clock(number, lowered)
-
-    def _keep_clock(self, number: int, detail: str) -> None:
-        """Keep that the clock was lower at this step."""
-        seen = self._kept.setdefault(number, {}).setdefault(Cause.CLOCK, Seen(None, 1))
-        seen.details.append(detail)
+                seen.details.append(lowered)
 
 
 class Usually:

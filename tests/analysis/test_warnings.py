@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from cs336.analysis.remedies import Remedy
-from cs336.analysis.warnings import launch_bound_phases, throttled, timing_warnings
+from cs336.analysis.warnings import (
+    in_doubt,
+    launch_bound_phases,
+    may_be_in_doubt,
+    throttled,
+    timing_warnings,
+)
 from cs336.config import (
     SIZES,
     Attention,
@@ -223,3 +229,16 @@ def test_a_gpu_at_its_full_clock_is_not_throttled(
     warned = throttled(Telemetry(before=before, after=after))
     assert (warned is None) == (share is None)
     assert share is None or share in (warned or "")
+
+
+def test_times_that_cannot_be_in_doubt_are_not() -> None:
+    """Of drawn times, quiet and noisy, few and many, by the warnings themselves."""
+    generator = np.random.default_rng(3)
+    answers = set()
+    for _ in range(400):
+        noise = 10 ** generator.uniform(-4, -0.7)
+        times = 1 + noise * generator.standard_t(3, int(generator.integers(1, 14)))
+        times = np.abs(times) + 1e-3
+        is_doubted = in_doubt(warnings_of(times))
+        answers.add((is_doubted, may_be_in_doubt(times)))
+    assert answers == {(False, False), (False, True), (True, True)}

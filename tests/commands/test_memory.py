@@ -88,7 +88,12 @@ WRONG = {
     ),
     "a pipe": ("s.pickle", None, "no regular file"),
     "no profile": ("s.json", b"[" * 100_000, "not a memory profile"),
-    "an old profile": ("s.json", b'{"format_version": 1}', "explain the snapshot again"),
+    "an old profile": (
+        "s.json",
+        b'{"format_version": 1, "source": "s.pickle", "boundaries": [], "at_peak": []}',
+        "explain the snapshot again",
+    ),
+    "an old file of somebody else": ("s.json", b'{"format_version": 1}', "not a memory profile"),
     "no notes": ("snapshot.notes.json", b"{}", "not notes on a memory snapshot"),
     "newer notes": ("snapshot.notes.json", b'{"format_version": 2}', "version 2 is newer"),
 }

@@ -3,7 +3,9 @@ not known is refused.
 """
 
 import csv
+import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from cs336.commands.plan import PlanArguments
 from cs336.config import SIZES
 from cs336.costs.accounting import count_parameters
 from cs336.files import encode_json
+from cs336.report.sections.plan import TOP
 from cs336.studies.ceilings_files import REFERENCE
 from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import (
@@ -97,6 +100,22 @@ def test_the_first_sentences_follow_from_the_fastest_row(
         assert ranks[0] * ranks[1] * share * 4096 == tokens
 
 
+@pytest.mark.parametrize("columns", [72, 80, 100, 160])
+def test_each_layout_has_one_line_of_the_table(
+    columns: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert plan(*RUN, "--output", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    begin = next(number for number, line in enumerate(lines) if line.startswith("─"))
+    for number, row in enumerate(written(tmp_path)[:TOP], start=begin + 1):
+        assert re.match(rf"{re.escape(row['layout'])} +{row['micro_batch']} ", lines[number])
+
+
 def test_no_row_of_the_front_is_slower_and_larger_than_another(tmp_path: Path) -> None:
     assert plan(*RUN, "--output", tmp_path) == 0
     rows = [(float(row["step_ms"]), float(row["peak_gib"])) for row in written(tmp_path)]
@@ -161,7 +180,7 @@ def test_a_batch_in_tokens_is_one_that_gpus_can_divide(
     wanted = 2**22 if tokens is None else 1e6 * float(tokens[:-1])
     wanted /= context_length
     asked = PlanArguments(gpus=f"{gpus}xH100", tokens=1e12, global_batch=tokens)
-    given = asked.sequences(context_length)
+    given = asked.batch(context_length).sequences(gpus)
     multiple = gpus if wanted >= gpus else 1
     near = [
         shares
@@ -176,7 +195,7 @@ def test_a_batch_in_tokens_is_one_that_gpus_can_divide(
     else:
         assert abs(given - wanted) <= multiple / 2
     in_sequences = replace(asked, global_batch=str(122 * gpus))
-    assert in_sequences.sequences(context_length) == 122 * gpus
+    assert in_sequences.batch(context_length).sequences(gpus) == 122 * gpus
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (2**22, 1), (2**22 + 1, 2), (3 * 2**22, 3)])
@@ -203,19 +222,30 @@ def test_help_shows_every_flag_of_the_first_questions(capsys: pytest.CaptureFixt
         assert re.search(rf"^\W*{flag} ", said, re.MULTILINE), flag
 
 
-def test_half_the_gpus_of_the_answer_take_longer_than_the_days(
+@pytest.mark.parametrize(
+    ("words", "days", "smaller"),
+    [
+        (["--size", "small", "--tokens", "10B"], 0.08, lambda gpus: range(1, gpus)),
+        (["--size", "8B", "--tokens", "1T"], 12, lambda gpus: [8, gpus - 16, gpus - 8]),
+    ],
+)
+def test_fewer_gpus_than_the_answer_take_longer_than_the_days(
+    words: list[str],
+    days: float,
+    smaller: Callable[[int], Sequence[int]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--size", "small", "--tokens", "10B"]
-    assert plan(*words, "--gpus", "8xH100", "--days", "0.2") == 0
+    """By plans of these numbers; the answers are no powers of 2."""
+    assert plan(*words, "--gpus", "8xH100", "--days", str(days)) == 0
     gpus = int(re.findall(r"^([\d,]+) such GPUs", capsys.readouterr().out, re.MULTILINE)[0])
+    assert gpus & (gpus - 1)
     seconds = {"days": 86_400, "hours": 3600, "minutes": 60}
     times = []
-    for count in (gpus, gpus // 2):
+    for count in (*smaller(gpus), gpus):
         assert plan(*words, "--gpus", f"{count}xH100") == 0
         number, unit = re.findall(r"How long: ([\d.,]+) (\w+)", capsys.readouterr().out)[0]
         times.append(float(number.replace(",", "")) * seconds[unit])
-    assert times[0] <= 0.2 * 86_400 < times[1]
+    assert times[-1] <= days * 86_400 < min(times[:-1])
 
 
 def test_commands_that_run_a_row_are_accepted(
@@ -227,6 +257,23 @@ def test_commands_that_run_a_row_are_accepted(
     words = {row["run_by"] for row in written(tmp_path) if row["accumulate"] == "1"}
     (command,) = [word for word in words if word.startswith("cs336") and "check" not in word]
     assert main(["account", *command.split()[2:], "--device-name", "H100"]) == 0
+
+
+def test_account_has_the_time_that_a_plan_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a layout that a way of --parallel runs, among GPUs whose collectives nobody measured."""
+    model = ["--size", "small", "--context-length", "512"]
+    words = [*model, "--gpus", "8xH100", "--global-batch", "32", "--output", tmp_path]
+    assert plan(*words) == 0
+    wanted = {"shard": "8", "micro_batch": "4", "checkpoint": "0"}
+    (row,) = [row for row in written(tmp_path) if wanted.items() <= row.items()]
+    capsys.readouterr()
+    step = ["--precision", "bf16", "--attention", "sdpa", "--optimizer", "fused"]
+    way = ["--batch-size", "4", "--parallel", "fsdp", "--ranks", "8", "--device-name", "H100"]
+    assert main(["account", *model, *step, *way, "--json"]) == 0
+    time = json.loads(capsys.readouterr().out)["time"]
+    assert 1e3 * time["step_s"] == pytest.approx(float(row["step_ms"]), rel=0.02)
 
 
 def test_the_derivation_has_a_row_for_each_collective(tmp_path: Path) -> None:

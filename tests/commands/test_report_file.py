@@ -1,5 +1,6 @@
 """`cs336 report FILE`: the page of one file of any program, and what becomes of it later."""
 
+import json
 import re
 import webbrowser
 from pathlib import Path
@@ -94,6 +95,62 @@ def test_the_tiles_of_a_snapshot_have_its_peak_and_what_was_reserved(snapshot: P
         assert float(number) * {"MiB": 2**20, "GiB": 2**30}[unit] == pytest.approx(
             num_bytes, rel=1e-2
         )
+
+
+def test_the_page_of_a_kept_profile_of_memory_has_the_numbers_of_its_json(
+    snapshot: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the profile is called: a page of its own, and all of it in the tables."""
+    assert main(["memory", str(snapshot), "--output", "beside"]) == 0
+    kept = json.loads(Path("beside/memory.json").read_text())
+    Path("beside/memory.json").rename("mine.txt")
+    assert report("mine.txt") == 0
+    page = Path("data/files/mine.txt/index.html").read_text()
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd><dd", page))
+    for name, num_bytes in (
+        ("peak", kept["peak"]["allocated_bytes"]),
+        ("reserved", kept["peak_reserved_bytes"]),
+    ):
+        number, unit = tiles[name].split()
+        assert float(number) * {"MiB": 2**20, "GiB": 2**30}[unit] == pytest.approx(
+            num_bytes, rel=1e-2
+        )
+    assert json.loads(Path("data/files/mine.txt/memory.json").read_text()) == kept
+    capsys.readouterr()
+
+
+_SWAPPED = {
+    ("memory.json", "profile.json"): "this is a kernel profile",
+    ("profile.json", "memory.json"): "this is a memory profile",
+    ("ladder.json", "memory.json"): "this is a memory profile",
+    ("precision.json", "profile.json"): "this is a kernel profile",
+}
+
+
+@pytest.mark.parametrize("swapped", _SWAPPED)
+def test_results_under_another_name_are_named_as_what_they_are(
+    swapped: tuple[str, str], trace: Path, snapshot: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each reader of results gets a file that another one reads."""
+    for command, file in (("kernels", trace), ("memory", snapshot)):
+        assert main([command, str(file), "--output", "made"]) == 0
+    name, content = swapped
+    Path("wrong").mkdir()
+    Path("wrong", name).write_bytes(Path("made", content).read_bytes())
+    capsys.readouterr()
+    assert report("wrong") == 1
+    error = capsys.readouterr().err
+    assert f"wrong/{name}: {_SWAPPED[swapped]}" in error
+
+
+def test_a_study_is_no_old_profile_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    study = Path(__file__).parents[2] / "data/published/precision/precision.json"
+    Path("wrong").mkdir()
+    Path("wrong/memory.json").write_bytes(study.read_bytes())
+    assert report("wrong") == 1
+    error = capsys.readouterr().err
+    assert "not a memory profile" in error
+    assert "version" not in error
 
 
 def test_files_of_one_name_have_pages_of_their_own_and_one_file_keeps_its_page(

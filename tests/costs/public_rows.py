@@ -32,6 +32,7 @@ from cs336.costs.layout_cost import layout_cost
 from cs336.costs.networks import links_of
 from cs336.costs.recipes import Recipe
 from cs336.costs.time import has_large_matmuls
+from cs336.costs.traces import one_tracer
 from cs336.report.formats import to_csv
 from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
 
@@ -148,8 +149,8 @@ def assumed(row: Row) -> str:
         words.append("no checkpoints")
     if row["compile"] != "no":
         words.append("eager")
-    if row["experts"] and row["precision"] in RECIPES:
-        words.append("matmuls of experts in bf16")
+    if row["experts"]:
+        words.append("tokens sorted by transformers' own passes")
     return ", ".join(words)
 
 
@@ -224,7 +225,7 @@ def summary(answers: list[dict[str, object]]) -> Iterator[str]:
 
 def main() -> None:
     """Write every row with its forecast, and print how far they are off."""
-    with TemporaryDirectory() as folder:
+    with one_tracer(), TemporaryDirectory() as folder:
         answers = [foretold(row, Path(folder)) for row in rows()]
     cells = [[answer.get(name) for name in COLUMNS] for answer in answers]
     (FORECAST / "public_rows.csv").write_text(to_csv(COLUMNS, cells))

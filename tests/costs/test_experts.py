@@ -16,8 +16,10 @@ from cs336.costs.layout import Layout, layouts
 from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank, fullest_rank_bytes
 from cs336.costs.memory import allocated_levels, rounded_bytes
+from cs336.costs.rank_operations import rank_operations
 from cs336.costs.ranks_time import Links
-from cs336.costs.tape import phases_of
+from cs336.costs.recipes import Recipe
+from cs336.costs.tape import FP8_BYTES, OperationKind, phases_of
 from cs336.costs.traces import prepare, tape_of
 from cs336.studies.ceilings_files import data_sheet_curves
 
@@ -185,6 +187,24 @@ def test_tokens_are_sent_to_their_experts_and_back(
     sent_bytes = 2 * 256 * 2 * 128 * 2 / tensor * (1 - 1 / ranks)
     calls = 3 * 4 * 2 * (2 + checkpoint)
     assert forecast.time.exposed_s["expert"] == pytest.approx(calls * sent_bytes / 1e9)
+
+
+@pytest.mark.parametrize("recipe", list(Recipe))
+def test_experts_are_multiplied_in_fp8_by_a_recipe(tmp_path: Path, recipe: Recipe) -> None:
+    """tokens x top-k x 3 matrices of width x d_ff in forward, and twice that in backward; the
+    router, whose 8 columns hardware does not take in fp8, and attention are not.
+    """
+    config = made(tmp_path, MIXTRAL)
+    layout = Layout(expert=2, micro_batch=2, fp8=recipe)
+    rank = Rank(config=config, layout=layout)
+    multiplied = 2 * 256 * 2 * 3 * 128 * 192
+    for phase, times in ((Phase.FORWARD, 1), (Phase.BACKWARD, 2)):
+        keys = rank.steps[0].launches[phase].block
+        operations = rank_operations(keys, rank.names, 1, 1, 2, "128", recipe)
+        matmuls = [one for one in operations if one.is_matmul and one.batch > 1]
+        of_experts = [one for one in matmuls if one.kind is OperationKind.MATMUL]
+        assert {one.element_bytes for one in of_experts} == {FP8_BYTES}
+        assert sum(one.multiplications for one in of_experts) == times * multiplied
 
 
 def test_between_nodes_each_rank_sends_what_other_nodes_experts_get(tmp_path: Path) -> None:

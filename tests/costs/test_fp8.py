@@ -15,8 +15,8 @@ from cs336.costs.kernels import KernelModel, ProductPrecision, Rates
 from cs336.costs.layout import Layout
 from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank
-from cs336.costs.layout_time import rank_operations
 from cs336.costs.memory import predicted_peak_bytes
+from cs336.costs.rank_operations import rank_operations
 from cs336.costs.ranks_time import Links
 from cs336.costs.recipes import Recipe, cast_bytes, casts
 from cs336.costs.tape import Form, Names, OperationKind, OperationMaker

@@ -26,8 +26,8 @@ from cs336.costs.hardware import find_device
 from cs336.costs.layout import Layout, layouts
 from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank, StageMemory, fullest_rank_bytes
-from cs336.costs.layout_time import rank_operations
 from cs336.costs.memory import allocated_levels, predict_memory, rounded_bytes
+from cs336.costs.rank_operations import rank_operations
 from cs336.costs.ranks_time import Links, ranks_step_time
 from cs336.costs.tape import phases_of
 from cs336.costs.time import step_time
@@ -140,6 +140,25 @@ def test_more_chunks_shorten_the_bubble_and_keep_more_activations() -> None:
     two = replace(one, chunks=2)
     assert two.bubble == one.bubble / 2
     assert one.in_flight < two.in_flight <= 2 * one.in_flight
+
+
+def test_interleaved_stages_wait_for_what_fills_and_empties_the_pipeline_alone() -> None:
+    """Twice the micro-batches: without chunks stages wait for all that they send, with chunks for
+    no more than before.
+    """
+    waited_s = {}
+    for chunks, accumulate in product((1, 2), (16, 32)):
+        numbers = {"pipeline": 4, "chunks": chunks, "accumulate": accumulate}
+        waited_s[chunks, accumulate] = cost(run(), **numbers).time.exposed_s["pipeline"]
+    # 19 hops and 35
+    assert waited_s[1, 32] / waited_s[1, 16] == pytest.approx(35 / 19)
+    assert waited_s[2, 32] == waited_s[2, 16] < waited_s[1, 16]
+    slow = replace(LINKS, node_bytes_per_s=1e6)
+    for chunks in (1, 2):
+        exposed_s = cost(run(), slow, pipeline=4, chunks=chunks, accumulate=16).time.exposed_s
+        sent_bytes = 2 * run().model.context_length * run().model.d_model
+        all_s = 2 * chunks * 16 * sent_bytes / 1e6
+        assert exposed_s["pipeline"] == pytest.approx(all_s, rel=0.2), "none is hidden"
 
 
 @pytest.mark.parametrize(("size", "tensor"), [("2.7B", 2), ("gpt2-medium", 4)])

@@ -11,7 +11,7 @@ from cs336 import cli
 from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.config import Profiler
 from cs336.record import Status, load_records
-from cs336.sweep import keep
+from cs336.sweep import isolation, keep, run
 from cs336.sweep.store import explanation_path, raw_profile_path
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
@@ -69,6 +69,21 @@ def explained(directory):
 
 def assert_explained(directory):
     assert explained(directory).num_steps == WATCHED.measured_steps
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_where_no_process_can_be_forked_the_report_explains_by_itself(
+    measured, monkeypatch, is_damaged, capsys
+):
+    monkeypatch.setattr(run, "IS_POSIX", False)
+    monkeypatch.setattr(isolation, "Worker", None)
+    if is_damaged:
+        raw(measured).write_bytes(b"no trace")
+    assert cli.main(["report", str(measured)]) == int(is_damaged)
+    assert explanation(measured).exists() != is_damaged
+    assert (raw(measured).name in capsys.readouterr().err) == is_damaged
+    if not is_damaged:
+        assert_explained(measured)
 
 
 @pytest.mark.parametrize(

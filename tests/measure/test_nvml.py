@@ -1,6 +1,5 @@
 """What the driver says, in our units; which GPUs are meant; machines that say little or nothing."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -189,9 +188,9 @@ def test_what_may_disturb_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(psutil, "sensors_battery", lambda: battery)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 9.0, 9.0))
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (0.2, 9.0, 9.0))
     assert nvml.disturbances(()) == []
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (3.0, 0.0, 0.0))
     battery.power_plugged, memory.available = False, 2**30
     words = ("load is 3.0", "1.0 of 16.0 GiB", "battery")
     for word, text in zip(words, nvml.disturbances(()), strict=True):

@@ -2,6 +2,7 @@
 and parameters that others have published.
 """
 
+import csv
 import json
 import random
 import socket
@@ -15,12 +16,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from cs336.cli import main
 from cs336.commands.configure import config_of, make_config
 from cs336.config import SIZES, Attention, Device, Mode, RunConfig
 from cs336.costs import traces
+from cs336.costs.fit import CUDA_CONTEXT_BYTES
 from cs336.costs.time import costs_by_module
 from cs336.measure.inputs import source_of
 from cs336.model.trainable import make_model
+from cs336.model.user_code import load_factory
 
 transformers = pytest.importorskip("transformers")
 DENSE = ("Llama", "Qwen2", "Qwen3", "Gemma2", "Mistral", "Phi", "Olmo2", "GPT2")
@@ -205,6 +209,53 @@ def test_a_model_that_transformers_does_not_have_is_named(tmp_path: Path) -> Non
 
 def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:
     assert "'vit'" in why({"model_type": "vit"}, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_a_plan_of_a_file_has_its_parameters_and_the_peak_of_its_own_trace(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one GPU: that of all blocks, which `account` traces."""
+    config = drawn(kind, 0)
+    step = ["--model", written(config, tmp_path), "--context-length", str(LENGTH)]
+    words = ["--gpus", "1xH100", "--global-batch", "2", "--output", str(tmp_path)]
+    assert main(["plan", *step, *words]) == 0
+    said = capsys.readouterr().out
+    parameters = sum(parameter.numel() for parameter in made_by_transformers(config).parameters())
+    assert said.startswith(f"Parameters: {parameters:,}")
+    with (tmp_path / "plan.csv").open() as file:
+        planned = [row for row in csv.DictReader(file) if row["micro_batch"] == "2"]
+    whole = next(row for row in planned if row["checkpoint"] == "0")
+    settings = ["--batch-size", "2", "--precision", "bf16", "--optimizer", "fused"]
+    assert main(["account", *step, *settings, "--device-name", "H100", "--json"]) == 0
+    traced = json.loads(capsys.readouterr().out)
+    allocated_bytes = traced["memory"]["peak"]["allocated_bytes"] + CUDA_CONTEXT_BYTES
+    assert float(whole["peak_gib"]) * 2**30 == pytest.approx(allocated_bytes, abs=2**20)
+    assert float(whole["step_ms"]) == pytest.approx(1e3 * traced["time"]["step_s"], rel=0.05)
+
+
+def test_a_file_without_the_sizes_of_a_model_is_refused(tmp_path: Path) -> None:
+    reason = why({"model_type": "llama", "rope_theta": 10_000}, tmp_path)
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
+        assert size in reason
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *EXPERTS])
+def test_sizes_that_a_file_lacks_are_named_and_no_others(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What save_pretrained writes is whole; then a size is taken out."""
+    config = drawn(kind, 1)
+    name = written(config, tmp_path)
+    load_factory(name)
+    assert capsys.readouterr().err == ""
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    del values["vocab_size"]
+    file.write_text(json.dumps(values))
+    load_factory(name)
+    default = type(config)().vocab_size
+    assert capsys.readouterr().err.endswith(f"own: `vocab_size` {default:,}\n")
 
 
 def test_a_context_beyond_the_model_s_positions_is_refused(tmp_path: Path) -> None:

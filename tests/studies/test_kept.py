@@ -17,7 +17,7 @@ import pytest
 
 from cs336 import cli
 from cs336.config import Device
-from cs336.interrupt import end_at_once
+from cs336.interrupt import STOP_SIGNALS, end_at_once
 from cs336.measure.environment import identity
 from cs336.record import Failure, Measurement, Status
 from cs336.report.results import STUDIES
@@ -26,7 +26,6 @@ from cs336.studies.ceilings_records import Loops, Timing
 from cs336.studies.operators import PHASES
 from cs336.studies.records import read_study
 from cs336.studies.runner import Cells
-from cs336.sweep.process import STOP_SIGNALS
 from tests.faults.harness import ROOT
 from tests.report.making import make_environment
 

@@ -18,7 +18,7 @@ AROUND, PER_MARK, PER_HOOK, PER_PASS, PER_READING = 18, 2, 2, 12, 24
 computing the times of a step later.
 """
 
-BY_TIME = ("_collecting", "Pauses.begins", "Pauses.ends", "Pauses._add", "Pauses.take")
+BY_TIME = ("Pauses.collects", "Pauses.begins", "Pauses.ends", "Pauses._add", "Pauses.take")
 """Beginnings of the names of functions that garbage collections call, and readings, which come by
 time.
 """

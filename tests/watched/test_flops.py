@@ -342,6 +342,38 @@ def test_what_depends_on_values_is_not_traced_and_says_why(tmp_path):
     assert len(losses) == 2
 
 
+class Neighbours(nn.Module):
+    """Sums what neighbours in a graph have, as LightGCN does, before drawn layers."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.table, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.Sequential(*layers)
+
+    def forward(self, edges):
+        source, target = edges
+        summed = torch.zeros_like(self.table.weight)
+        return self.layers(summed.index_add(0, target, self.table.weight[source]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_without_matmuls_is_not_said_to_compute_nothing(seed, tmp_path):
+    """PyTorch's counter sees 0 FLOPs of drawn layers unless a linear one is among them."""
+    draw = random.Random(seed)
+    kinds = draw.choices([partial(nn.LayerNorm, WIDTH), nn.ReLU, nn.Softplus], k=3)
+    if seed % 2:
+        kinds.insert(draw.randrange(4), partial(nn.Linear, WIDTH, WIDTH))
+    model = Neighbours(*[kind() for kind in kinds])
+    edges = torch.randint(VOCABULARY, (2, 200))
+    with FlopCounterMode(display=False) as counter:
+        model(edges).sum().backward()
+    record, _ = watched_steps(model, edges, tmp_path)
+    if counter.get_total_flops():
+        assert record.seen.flops.per_step == counter.get_total_flops()
+    else:
+        assert record.seen.flops is None
+        assert record.seen.not_traced
+
+
 def test_calls_of_several_shapes_are_summed(tmp_path):
     model = nn.Linear(WIDTH, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

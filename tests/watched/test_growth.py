@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from cs336 import watch
 from cs336.watched.growth import MOST_KEPT, Growth
 
 STEPS, SINCE, LEAK = 3000, 1000, 300_000
@@ -54,7 +55,11 @@ def test_a_loss_that_is_kept_with_its_graph_is_named():
     assert str(len(losses)) in growth.holders[0]
 
 
-def test_on_a_cpu_memory_is_not_seen():
-    growth = Growth(None)
-    growth.step_ended(0)
-    assert growth.growth(0) is None
+def test_on_a_cpu_memory_is_not_seen(tmp_path):
+    layer, kept = torch.nn.Linear(2, 2), []
+    watched = watch(layer, warmup_steps=0, output=tmp_path, every=0)
+    for _ in range(40):
+        with watched.step():
+            kept.append(layer(torch.ones(2**15, 2)))
+    assert watched.record().seen.growth is None
+    watched.remove()

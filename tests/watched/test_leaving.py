@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from cs336 import watch
 from cs336.config import Phase
 from cs336.record import WarningCode, load_records
-from cs336.watched.exit import UNREPORTED
+from cs336.watched.loop import UNREPORTED
 
 VOCABULARY, WIDTH = 11, 8
 
@@ -249,7 +249,7 @@ def test_a_fault_of_our_own_in_a_hook_is_said_and_stops_nothing(tmp_path, monkey
     model, optimizer = make()
     watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
     monkeypatch.setattr("cs336.watched.observer.TROUBLES", troubles := [])
-    monkeypatch.setattr("cs336.watched.recording.TROUBLES", troubles)
+    monkeypatch.setattr("cs336.watched.parts.TROUBLES", troubles)
     monkeypatch.setattr(type(watched._parts.reader), "begins", lambda *_: 1 / 0)
     train(watched, model, optimizer)
     record = watched.record()

@@ -1,29 +1,26 @@
 """The events in the JSON of torch.profiler (Kineto), with their times in whole nanoseconds."""
 
-import gzip
-import io
 import re
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from enum import StrEnum
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from ...files import refuse_another_kind
-from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
+from ..columns import Ints, ProfileError
 from .collectives import COLLECTIVE_OPERATOR
+from .kineto_content import TORCH_TRACE, read_content
 from .trace import MAX_TIME_NS, check_times
 
-MAX_TRACE_BYTES = 8 * 2**30
-"""Largest decompressed JSON that is read: some thirty million events."""
 EXACT_US = 2**43
 """Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a
 nanosecond.
@@ -31,7 +28,7 @@ nanosecond.
 PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count
 from 1970.
 """
-MAX_EXCERPT, MAX_FILES = 60, 3
+MAX_EXCERPT = 60
 
 BOOKKEEPING = "autograd::engine::evaluate_function: "
 """Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the
@@ -41,7 +38,6 @@ HOW_TO_TRACE = (
     "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, "
     "ProfilerActivity.CUDA])` and write with `export_chrome_trace`"
 )
-TORCH_TRACE = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
 _NOTHING = msgspec.Raw(b"[]")
 Microseconds = TypeVar("Microseconds", float, Decimal)
@@ -88,6 +84,41 @@ class Args(msgspec.Struct, frozen=True, gc=False):
         return self.inDevice if self.device is None else self.device
 
 
+class Category(StrEnum):
+    """What an event is, by the names for CUDA; a member takes no memory for each event."""
+
+    KERNEL = "kernel"
+    COPY = "gpu_memcpy"
+    FILL = "gpu_memset"
+    CALL = "cuda_runtime"
+    DRIVER_CALL = "cuda_driver"
+    RANGE = "user_annotation"
+    OPERATOR = "cpu_op"
+    FUNCTION = "python_function"
+    OPERATOR_OR_RANGE = "Operator"
+    """PyTorch 1.8 and 1.9 put both in one category."""
+    NONE = ""
+    OTHER = "ac2g"
+    """Arrows, and all else that is not read."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Category":
+        return _OTHER_NAMES.get(value, cls.OTHER)
+
+
+_OTHER_NAMES: dict[object, Category] = {
+    "Kernel": Category.KERNEL,
+    "mtia_ccp_events": Category.KERNEL,
+    "Memcpy": Category.COPY,
+    "Memset": Category.FILL,
+    **dict.fromkeys(("Runtime", "runtime", "driver"), Category.CALL),
+}
+"""Names of PyTorch 1.8 and 1.9, and of other devices."""
+for _maker in ("hip", "xpu", "mtia", "privateuse1"):
+    _OTHER_NAMES[f"{_maker}_runtime"] = Category.CALL
+    _OTHER_NAMES[f"{_maker}_driver"] = Category.DRIVER_CALL
+
+
 class Event(msgspec.Struct, Generic[Microseconds], kw_only=True, gc=False):
     """One event; times in microseconds.
 
@@ -96,7 +127,7 @@ class Event(msgspec.Struct, Generic[Microseconds], kw_only=True, gc=False):
     """
 
     # in the order in which PyTorch writes the fields, which is the fastest to decode
-    cat: str = ""
+    cat: Category = Category.NONE
     name: str
     pid: int | str
     tid: int | str = 0
@@ -139,7 +170,7 @@ def read_distributed(path: Path) -> Distributed | None:
     JSON.
     """
     try:
-        content = _read(path)
+        content = read_content(path)
     except ProfileError:
         return None
     try:
@@ -187,7 +218,7 @@ class TraceEvents:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._content = _read(path)
+        self._content = read_content(path)
         file: _File[float] | _File[Decimal] = _decode(path, self._content)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = False
@@ -196,11 +227,11 @@ class TraceEvents:
         """The list of events has no last bracket, as Chrome's format allows."""
         self.num_copies = 0
         """Events that stand in the file a second time, and are left out."""
-        self.has_operators = "cpu_op" in self._by_category
+        self.has_operators = Category.OPERATOR in self._by_category
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
         self.distributed = _distributed(file.distributedInfo)
 
-    def batches(self, *groups: Collection[str]) -> list[EventBatch]:
+    def batches(self, *groups: Collection[Category]) -> list[EventBatch]:
         """One batch for each group of categories."""
         copies_before = self.num_copies
         batches = [self._batch_of(categories) for categories in groups]
@@ -214,28 +245,25 @@ class TraceEvents:
         self._is_exact = True
         return [self._batch_of(categories) for categories in groups]
 
-    def of_category(self, category: str) -> list[AnyEvent]:
+    def of_category(self, category: Category) -> list[AnyEvent]:
         """All events of the category, also those without a duration."""
         return self._by_category.get(category, [])
-
-    def batch(self, events: Iterable[AnyEvent], *, counts: bool = False) -> EventBatch:
-        """Those of these events that have a duration; repeated ones count if `counts`."""
-        return self._batch(list(events), counts=counts)
 
     def collectives(self) -> dict[int | str | None, Args]:
         """What is said of each collective, its name and process group among it, by the number of
         the operator that started it.
         """
-        operators = self._by_category.get("cpu_op", [])
+        operators = self.of_category(Category.OPERATOR)
         named = [event.args for event in operators if event.name == COLLECTIVE_OPERATOR]
         return {args.external_id: args for args in named if args.external_id is not None}
 
-    def _batch_of(self, categories: Collection[str]) -> EventBatch:
+    def _batch_of(self, categories: Collection[Category]) -> EventBatch:
         """The events of the categories."""
-        groups = (self._by_category.get(category, []) for category in sorted(categories))
-        return self._batch(list(chain.from_iterable(groups)))
+        events = list(chain.from_iterable(map(self.of_category, categories)))
+        return self.batch(events, counts=True)
 
-    def _batch(self, events: list[AnyEvent], *, counts: bool = True) -> EventBatch:
+    def batch(self, events: Sequence[AnyEvent], *, counts: bool = False) -> EventBatch:
+        """Those of these events that have a duration; repeated ones count if `counts`."""
         events = [event for event in events if event.dur is not None]
         what = f"events of category {events[0].cat}" if events else "events"
         try:
@@ -287,80 +315,18 @@ _NPU_TASK = re.compile(r"AI_|MIX_")
 """Beginning of the types of an NPU's tasks that compute; such events have no category."""
 
 
-def _by_category(events: Iterable[AnyEvent]) -> dict[str, list[AnyEvent]]:
+def _by_category(events: Iterable[AnyEvent]) -> dict[Category, list[AnyEvent]]:
     """The events; those of old versions of PyTorch and of NPUs in today's categories."""
-    by_category: defaultdict[str, list[AnyEvent]] = defaultdict(list)
-    for event in events:
-        by_category[event.cat].append(event)
-    for event in by_category.pop("Operator", []):
+    by_category: defaultdict[Category, list[AnyEvent]] = defaultdict(list)
+    for category, neighbours in groupby(events, key=attrgetter("cat")):
+        by_category[category].extend(neighbours)
+    for event in by_category.pop(Category.OPERATOR_OR_RANGE, []):
         is_operator = _OPERATOR_NAME.search(event.name)
-        by_category["cpu_op" if is_operator else "user_annotation"].append(event)
-    for event in by_category.pop("", []):
+        by_category[Category.OPERATOR if is_operator else Category.RANGE].append(event)
+    for event in by_category.pop(Category.NONE, []):
         if isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
-            by_category["kernel"].append(event)
+            by_category[Category.KERNEL].append(event)
     return dict(by_category)
-
-
-def _read(path: Path) -> bytes | bytearray:
-    """The JSON in the file, decompressed."""
-    head = read_head(path, len(ZIP_MAGIC), TORCH_TRACE)
-    content: bytes | bytearray = b""
-    try:
-        if head.startswith(ZIP_MAGIC):
-            content = _unzip(path)
-        elif head.startswith(GZIP_MAGIC):
-            with gzip.open(path) as file:
-                content = _decompress(cast("IO[bytes]", file))
-        elif path.stat().st_size <= MAX_TRACE_BYTES:
-            content = path.read_bytes()
-    except (
-        EOFError,
-        zlib.error,
-        gzip.BadGzipFile,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
-        raise ProfileError(
-            path, f"not a whole compressed file ({error}): copy it again or export it again"
-        ) from error
-    except OSError as error:
-        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    if max(len(content), path.stat().st_size) > MAX_TRACE_BYTES:
-        raise ProfileError(
-            path, f"needed at most {MAX_TRACE_BYTES} bytes, got more: record fewer steps"
-        )
-    if content[:100].lstrip()[:1] not in (b"{", b"["):
-        raise ProfileError(
-            path, f"needed {TORCH_TRACE}, but {what_it_is(path, bytes(content[:100]))}"
-        )
-    return content
-
-
-def _decompress(file: IO[bytes]) -> bytearray:
-    """The content up to just above MAX_TRACE_BYTES, so that a small file cannot fill the memory."""
-    content = bytearray()
-    while len(content) <= MAX_TRACE_BYTES and (part := file.read(2**20)):
-        content += part
-    return content
-
-
-def _unzip(path: Path) -> bytes | bytearray:
-    """The one file in the archive, decompressed twice if it is in gzip."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if not name.endswith("/")]
-        if len(names) != 1:
-            listed = ", ".join(names[:MAX_FILES]) or "none"
-            raise ProfileError(
-                path,
-                f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first",
-            )
-        with archive.open(names[0]) as file:
-            content = _decompress(file)
-    if not content.startswith(GZIP_MAGIC):
-        return content
-    with gzip.GzipFile(fileobj=io.BytesIO(content)) as unpacked:
-        return _decompress(cast("IO[bytes]", unpacked))
 
 
 _BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')

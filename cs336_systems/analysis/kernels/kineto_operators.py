@@ -15,7 +15,7 @@ import numpy as np
 from ..columns import Ints
 from ..memory.profile import Place
 from ..memory.stacks import is_of_program, short_path
-from .kineto_events import BOOKKEEPING, AnyEvent, EventBatch, TraceEvents
+from .kineto_events import BOOKKEEPING, AnyEvent, Category, EventBatch, TraceEvents
 from .trace import GroupNesting
 
 MODULE_CALL = "nn.Module: "
@@ -48,21 +48,20 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
     """The operators around the launches of `work`, and those of forward that nodes name; all
     operators if no work is given.
     """
-    operators = events.of_category("cpu_op")
-    nodes = events.batch(event for event in operators if event.name.startswith(BOOKKEEPING))
-    of_nodes = {event.args.sequence for event in nodes.events} - {None}
-    launching = None if work is None else {event.args.external_id for event in work} - {None, 0}
-    kept = []
-    for event in operators:
-        args = event.args
-        if launching is None:
-            if not event.name.startswith(BOOKKEEPING):
-                kept.append(event)
-            continue
+    operators = events.of_category(Category.OPERATOR)
+    nodes = events.batch([event for event in operators if event.name.startswith(BOOKKEEPING)])
+    if work is None:
+        kept = [event for event in operators if not event.name.startswith(BOOKKEEPING)]
+    else:
+        of_nodes = {event.args.sequence for event in nodes.events} - {None}
+        launching = {event.args.external_id for event in work} - {None, 0}
         # operators within nodes have the node's number, and name a thread of forward
-        is_of_node = args.sequence in of_nodes and not args.forward_thread
-        if is_of_node or args.external_id in launching:
-            kept.append(event)
+        kept = [
+            event
+            for event in operators
+            if event.args.external_id in launching
+            or (event.args.sequence in of_nodes and not event.args.forward_thread)
+        ]
     calls = events.batch(kept, counts=work is None)
     return LinkedOperators(calls=calls, nodes=nodes, forward=_forward(calls, nodes))
 
@@ -136,7 +135,7 @@ def frames_of_program(events: TraceEvents) -> ProgramFrames:
     """The functions that no library has, and the calls of modules."""
     functions, modules = [], []
     known: dict[str, bool] = {}
-    for event in events.of_category("python_function"):
+    for event in events.of_category(Category.FUNCTION):
         name = event.name
         if name.startswith(MODULE_CALL):
             modules.append(event)

@@ -1,15 +1,16 @@
 """Which ranges of a trace stand for phases and steps, by their names."""
 
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from ...ranges import PhaseNames
+from ...text import command_line
 from ..columns import NO_ROWS, Ints
 from .known_ranges import (
     TORCH_OPTIMIZER,
@@ -166,8 +167,8 @@ def advice(trace: Trace) -> str:
     listed = f"the ranges are, most time first: {_listed(names)}"
     if not flags:
         return listed
-    words = " ".join(f"--{field} {shlex.quote(name)}" for field, name in flags.items())
-    return f"{listed}; try {words}"
+    words = chain.from_iterable((f"--{field}", name) for field, name in flags.items())
+    return f"{listed}; try {command_line([*words])}"
 
 
 def _by_time(trace: Trace) -> list[str]:

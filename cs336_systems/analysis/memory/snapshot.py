@@ -8,10 +8,9 @@ unknown, as of a newer PyTorch, are passed over.
 
 import gc
 import pickle
-import resource
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
@@ -22,8 +21,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import psutil
 
+from ...posix_needed import IS_POSIX
 from ...text import counted
 from ..columns import Columns, Ints, Mask, ProfileError, read_head, what_it_is
+
+if IS_POSIX:
+    import resource
 
 SNAPSHOT_FILE = "a memory snapshot of PyTorch"
 HOW_TO_SNAPSHOT = (
@@ -219,22 +222,32 @@ def read_snapshot(path: Path) -> Snapshot:
 
 @contextmanager
 def _limited(num_bytes: int) -> Iterator[None]:
-    """Within the block, this process gets at most so much more memory, and the garbage collector
-    is off.
+    """Within the block, this process gets at most so much more memory, where the system can limit
+    it, and the garbage collector is off.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = psutil.Process().memory_info().vms + num_bytes
     was_enabled = gc.isenabled()
     gc.disable()  # of the millions of objects that are made, none is garbage
-    resource.setrlimit(
-        resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard)
-    )
+    try:
+        with _address_space(num_bytes) if IS_POSIX else nullcontext():
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _address_space(num_bytes: int) -> Iterator[None]:
+    """Limit the address space of this process to what it has and so much more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = psutil.Process().memory_info().vms + num_bytes
+    if soft != resource.RLIM_INFINITY:
+        most = min(soft, most)
+    with suppress(OSError, ValueError):  # macOS refuses some limits
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        if was_enabled:
-            gc.enable()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -109,7 +109,7 @@ def import_failure(module: str) -> str | None:
 def _read_answer(module: str) -> str | None:
     """What is kept of an earlier try; None if nothing is, or nothing that can be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        answer = _kept_answer(module).read_text()
+        answer = _kept_answer(module).read_text(encoding="utf-8")
         if answer.startswith((CAN_BE_IMPORTED, CANNOT_BE_IMPORTED)):
             return answer
     return None
@@ -126,7 +126,11 @@ def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
     while left := [module for module in modules if module not in failures]:
         command = [sys.executable, "-P", "-c", _TRY, *left]
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
         )
         for line in done.stdout.splitlines():
             module, _, why = line.removeprefix(_TRIED).partition(" ")
@@ -150,7 +154,7 @@ def _kept_answer(module: str) -> Path:
             packages = sorted(folder.glob("*.dist-info"))
             parts += [f"{package.name} {package.stat().st_mtime_ns}" for package in packages]
     with contextlib.suppress(OSError):
-        parts.append(DRIVER.read_text())
+        parts.append(DRIVER.read_text(encoding="utf-8"))
     names = sorted(name for name in os.environ if name.startswith(VARIABLES))
     parts += [f"{name}={os.environ[name]}" for name in names]
     digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:20]

@@ -9,15 +9,16 @@ from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
+from ...costs.compiled import predict_step_memory, why_not_foretold
 from ...costs.curves import Curves as DeviceCurves
 from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
-from ...costs.ranks_time import predicted_time, why_no_time
+from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
-from ...costs.traces import idle_parameters, own_parameters, why_untraced
+from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
 from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
@@ -72,11 +73,17 @@ class Account:
     """From which the time of the step is predicted."""
     device_name: str | None = None
     """The device of the predicted time."""
+    links: Links | None = None
+    """How several ranks are joined; None if that is not known, or not asked for."""
+    link_source: str = ""
+    """What the rates of the links stand on, or why they are not known, in words."""
 
     @property
     def time(self) -> TimePrediction | None:
         """The predicted time of the step."""
-        return None if self.curves is None else predicted_time(self.config, self.curves)
+        if self.curves is None or (self.config.is_shared and self.links is None):
+            return None
+        return predicted_time(self.config, self.curves, self.links)
 
 
 def account_section(account: Account, top: int) -> Section:
@@ -85,7 +92,7 @@ def account_section(account: Account, top: int) -> Section:
     `top` is the most rows of the table of the peak.
     """
     config = account.config
-    prediction, parts = memory.predict_memory(config), _parts(config)
+    prediction, parts = predict_step_memory(config), _parts(config)
     tables = []
     if account.memory_bytes is not None:
         tables.append(_fit_table(config, account.memory_bytes))
@@ -158,7 +165,7 @@ def account_answer(account: Account) -> Iterator[str]:
     """Whether the step fits the GPU, with its peak, and then how long it takes; nothing of what is
     not foretold.
     """
-    config, prediction = account.config, memory.predict_memory(account.config)
+    config, prediction = account.config, predict_step_memory(account.config)
     has_bytes = account.memory_bytes
     if has_bytes is None and account.device is not None:
         has_bytes = account.device.memory_bytes
@@ -177,7 +184,8 @@ def account_answer(account: Account) -> Iterator[str]:
         if account.curves is not None:
             kernels = times_of_kernels(account.curves, account.device_name)
             in_fp8 = f"; {times_in_fp8(account.curves)}" if config.fp8 else ""
-            yield f"The time stands on {kernels}{in_fp8}."
+            links = f"; {account.link_source}" if config.is_shared else ""
+            yield f"The time stands on {kernels}{in_fp8}{links}."
     elif account.device is not None:
         yield f"The time is not foretold: {_why_no_time(account)}."
 
@@ -185,9 +193,13 @@ def account_answer(account: Account) -> Iterator[str]:
 def _why_no_time(account: Account) -> str:
     """Why the time of the step on a known device is not foretold."""
     config, curves = account.config, account.curves
+    if is_compiled(config):
+        return "kernels of compiled steps have no times"
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
-    return why_no_time(config, curves) or "the step has settings of which no times are known"
+    if config.is_shared and account.links is None:
+        return account.link_source
+    return "the step has settings of which no times are known"
 
 
 def _interval(time: TimePrediction) -> str:
@@ -233,7 +245,7 @@ def account_json(account: Account) -> dict[str, object]:
         "active_parameters": _active_parameters(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
         "work": None,
-        "memory": memory.predict_memory(config),
+        "memory": predict_step_memory(config),
         "collectives": None,
         "time": time,
         "time_is_measured": None,
@@ -338,11 +350,14 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    notes = [
-        "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's "
-        "allocator counts it, predicted, eager, on Hopper."
-    ]
-    if prediction is None:
+    note = "FLOPs are those of matrix products, attention in full unless said."
+    if prediction is not None:
+        how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
+        note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
+    notes = [note]
+    if reason := why_not_foretold(config):
+        notes.append(f"Memory is not foretold: {reason}.")
+    elif prediction is None:
         notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
     if active is not None:
         notes.append(BALANCED)
@@ -365,7 +380,8 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
-    yield "reserved", prediction.reserved_bytes
+    if prediction.reserved_bytes is not None:
+        yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     for phase, num_bytes in prediction.after_bytes.items():
         yield f"allocated after {phase}", num_bytes

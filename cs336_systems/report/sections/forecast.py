@@ -25,9 +25,9 @@ from ...record import WarningCode
 from ...text import counted
 from ..columns import Row, columns_of
 from ..identity import settings_of
-from ..quantities import MS, StepResult, scaled
+from ..quantities import MS, StepResult
 from ..section import Section, make_table
-from ..words import ratio
+from ..words import ratio, scaled
 
 SCORED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP)
 ERROR_COLUMNS = (

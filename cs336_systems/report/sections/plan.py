@@ -1,6 +1,5 @@
 """What a training takes on many GPUs, in three sentences, a table of layouts and a picture."""
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
-from ...text import counted
+from ...text import command_line, counted
 from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
@@ -51,7 +50,7 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
         yield f"On what this stands: {_evidence(plan)}"
         return
     layout = best.layout
-    used_gib = training.used_bytes(best) / GIB
+    used_gib = training.used_bytes(best.peak_bytes) / GIB
     yield (
         f"Fits: {significant(used_gib, 3)} of {memory_gib:.0f} GiB in the fastest layout, "
         f"{layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} accumulated"
@@ -109,8 +108,8 @@ def _gpus_in_days(plan: TrainingPlan) -> str:
     training = plan.training
     if plan.gpus_in_days is None:
         return (
-            f"No number of GPUs, doubled up to one for each sequence of a step, ends in "
-            f"{training.days:g} days."
+            f"No number of GPUs, up to one for each sequence of a step, ends in {training.days:g} "
+            "days."
         )
     return f"{plan.gpus_in_days:,} such GPUs end in {training.days:g} days."
 
@@ -123,9 +122,10 @@ def _why_it_does_not_fit(plan: TrainingPlan) -> str:
             f"{training.sequences:,} sequences cannot be shared by {training.gpus:,} GPUs"
         )
         return f"No layout is foretold: {reasons}."
-    used_gib = training.used_bytes(plan.smallest) / GIB
+    layout, peak_bytes = plan.smallest
+    used_gib = training.used_bytes(peak_bytes) / GIB
     return (
-        f"Does not fit: the smallest layout, {plan.smallest.layout.label}, takes "
+        f"Does not fit: the smallest layout, {layout.label}, takes "
         f"{significant(used_gib, 3)} of {training.memory_bytes / GIB:.0f} GiB; take more GPUs, or "
         "a smaller --global-batch or --context-length."
     )
@@ -182,7 +182,7 @@ def plan_json(plan: TrainingPlan) -> dict[str, object]:
         "gpus_in_days": plan.gpus_in_days,
         "front": [
             {"layout": cost.layout, "time": cost.time, "step_s": cost.step_s}
-            | {"used_bytes": training.used_bytes(cost), "flops": cost.flops}
+            | {"used_bytes": training.used_bytes(cost.peak_bytes), "flops": cost.flops}
             for cost in plan.front
         ],
         "reasons": plan.reasons,
@@ -200,7 +200,7 @@ def _row(plan: TrainingPlan, cost: LayoutCost) -> Row:
         "exposed_ms": 1e3 * sum(time.exposed_s.values()),
         "bubble_ms": 1e3 * time.bubble_s,
         "optimizer_ms": 1e3 * time.optimizer_s,
-        "peak_gib": training.used_bytes(cost) / GIB,
+        "peak_gib": training.used_bytes(cost.peak_bytes) / GIB,
         "mfu": ratio(cost.gpu_flops_per_s, training.peak_flops_per_s),
         "run_by": run_by(training.config, layout, training.links.gpus_per_node),
         "prediction_is_doubted": training.curves.is_in_doubt,
@@ -249,7 +249,7 @@ def _command(config: RunConfig) -> str:
         if name not in ("size", "model", "device", "context_length") and not is_named:
             words += [flag_of(name, SETTINGS[name]), str(value)]
     words += ["--context-length", str(config.model.context_length)]
-    return shlex.join(words)
+    return command_line(words)
 
 
 def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
@@ -295,7 +295,7 @@ def _chart(plan: TrainingPlan) -> Chart:
         step = (f"{significant(1e3 * cost.step_s)} ms",)
         parts_ms = {key: 1e3 * part_s for key, part_s in parts.items()}
         times.append(Bar(name=name, parts=parts_ms, figures=step))
-        used_gib = training.used_bytes(cost) / GIB
+        used_gib = training.used_bytes(cost.peak_bytes) / GIB
         used = (f"{significant(used_gib, 3)} GiB",)
         memories.append(Bar(name=name, parts={"memory": used_gib}, figures=used))
     return Chart(

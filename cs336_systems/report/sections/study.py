@@ -13,9 +13,9 @@ from ...record import Failure, Measurement, RunWarning, Status
 from ...studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
 from ..column import Column, Row
 from ..columns import column, columns_of
-from ..quantities import MS, scaled
+from ..quantities import MS
 from ..section import Section, make_table
-from ..words import DOUBT, STATUS_WORDS, warning_counts
+from ..words import DOUBT, STATUS_WORDS, scaled, warning_counts
 
 
 def end_of(status: Status, failure: Failure | None) -> Row:

@@ -8,9 +8,9 @@ from statistics import median
 
 from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.section import Finding
-from tests.analysis.kernels.drawn_machine import Recorded
+from tests.analysis.kernels.drawn_machine import Machine
 from tests.analysis.kernels.drawn_plans import Part, Pause
-from tests.analysis.kernels.drawn_programs import COLLECTIVES
+from tests.analysis.kernels.drawn_programs import KERNELS
 from tests.analysis.kernels.drawn_truth import LAUNCHING, QUEUED, Truth
 from tests.analysis.kernels.tracing import ns
 
@@ -179,13 +179,13 @@ def _advice(text: str, truth: Truth) -> Iterator[Claim]:
 
 
 def rank_claims(
-    profile: StepProfile, files: Sequence[Recorded]
+    profile: StepProfile, files: Sequence[Machine]
 ) -> Iterator[tuple[str, object, object]]:
     """What is compared, what is said and what is true of the collectives of all ranks, which end
     together; None is said for what is not seen.
     """
     rows = [[job for job in file.jobs if "Group size" in job.args] for file in files]
-    names = {of_torch: name for name, of_torch, *_ in COLLECTIVES.values()}
+    names = {of_torch: what for what, (_, of_torch) in KERNELS.items()}
     spread: list[int] = []
     waited, last_of = [0] * len(files), [0] * len(files)
     sent_ns, num_bytes = Counter[str](), Counter[str]()

@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from threading import Barrier
@@ -52,26 +53,22 @@ class Job(Span):
 class Machine:
     """One rank: a host that launches work, and devices whose streams run it in order."""
 
-    def __init__(self, plan: Plan, rank: int, barrier: Barrier, starts: list[int]) -> None:
+    def __init__(self, plan: Plan, rank: int, barrier: Barrier, ranks: list[Any]) -> None:
         self.plan, self.rank = plan, rank
-        self.barrier, self.starts = barrier, starts
+        self.barrier, self.ranks = barrier, ranks
         self.random = random.Random(plan.seed)
         """What all ranks draw alike."""
         self.noise = random.Random(f"{plan.seed} {rank}")
         self.slowness = 1.6 if (plan.limit, plan.slow_rank) == ("ranks", rank) else 1.0
         self.pace_ns = 25 * MICROSECOND if plan.limit == "host" else 5 * MICROSECOND
-        self.now = 0
-        self.at: dict[str, Any] = {}
+        self.now, self.scale = 0, 1
+        self.at: dict[str, Any] = {"device": 0}
         """Where in the program the next span stands, by fields of `Span`."""
-        self.spans, self.jobs = list[Span](), list[Job]()
+        self.spans, self.jobs, self.lost = list[Span](), list[Job](), list[Job]()
         self.doing = list[Span]()
         """What the host did besides launching, the whole truth; named by a `Pause`."""
         self.free: defaultdict[tuple[int, int], int] = defaultdict(int)
         """When each stream of each device has done all its work."""
-
-    @property
-    def device(self) -> int:
-        return self.at.get("device", 0)
 
     @contextmanager
     def within(self, **changes: Any) -> Iterator[None]:
@@ -132,28 +129,27 @@ class Machine:
 
     def wait(self, name: str) -> None:
         """A call that returns when the stream, or all of them, have come so far."""
-        until = max(self.free.values())
-        if name == "cudaStreamSynchronize":
-            until = self.free[self.device, Stream.COMPUTE]
+        until = self.free[self.at["device"], Stream.COMPUTE]
+        if name != "cudaStreamSynchronize":
+            until = max(self.free.values())
         duration_ns = max(until - self.now, 0) + 2 * MICROSECOND
         self.spend(duration_ns, "call", name, Pause.WAITING)
 
     def join(self, stream: int, of_stream: int, of_device: int | None = None) -> None:
         """Let a stream wait for all work of another."""
-        other = self.device if of_device is None else of_device, of_stream
-        self.free[self.device, stream] = max(self.free[self.device, stream], self.free[other])
+        device = self.at["device"]
+        other = device if of_device is None else of_device, of_stream
+        self.free[device, stream] = max(self.free[device, stream], self.free[other])
         if "is_in_graph" not in self.at:
             self.spend(MICROSECOND, "call", "cudaStreamWaitEvent", stream=stream)
 
     def costs(self, kind: str, name: str, duration_ns: int) -> tuple[int, float, int]:
-        """How long a kernel or copy runs, which part of the usual time the host needs to launch
-        it, and how long its stream pauses before it.
-        """
+        """The time of a job, the share of the usual time to launch it, and the pause before it."""
         return duration_ns, 1.0, 700
 
     def launch(self, kind: str, name: str, duration_ns: int, stream: int, **what: Any) -> Job:
         duration_ns, rate, between_ns = self.costs(kind, name, duration_ns)
-        place = self.device, stream
+        place = self.at["device"], stream
         launch = self.of_graph if "is_in_graph" in self.at else self.launching(kind, name, rate)
         start_ns = max(self.free[place] + between_ns, launch.start_ns + 6 * MICROSECOND)
         end_ns = start_ns + int(duration_ns * self.slowness) + self.noise.randrange(1, 50)
@@ -180,27 +176,14 @@ class Machine:
 
     def meet(self, job: Job, duration_ns: int) -> None:
         """End a collective on all ranks together: their clocks agree here."""
-        self.starts[self.rank] = job.start_ns
         self.barrier.wait()
-        job.end_ns = max(self.starts) + duration_ns
+        job.end_ns = max(machine.jobs[-1].start_ns for machine in self.ranks) + duration_ns
         self.free[job.device, job.stream] = job.end_ns
         self.barrier.wait()
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What the file of one rank holds, and what it lacks."""
-
-    plan: Plan
-    rank: int
-    spans: list[Span]
-    jobs: list[Job]
-    lost: list[Job]
-    doing: list[Span]
-
-
-def recorded(machine: Machine) -> Recorded:
-    """What the profiler keeps of the rank: events that lie within the cut, but for lost ones."""
+def recorded(machine: Machine) -> Machine:
+    """The rank with what the profiler keeps of it: events within the cut, but for lost ones."""
     plan, random_ = machine.plan, random.Random(machine.plan.seed)
     low, high = (math.ceil(part * machine.now) for part in plan.cut)
 
@@ -208,11 +191,11 @@ def recorded(machine: Machine) -> Recorded:
         is_lost = event.kind == plan.dropped and random_.random() < 0.1
         return low <= event.start_ns and event.end_ns <= high and not is_lost
 
-    spans = [span for span in machine.spans if is_kept(span)]
-    jobs, lost = list[Job](), list[Job]()
+    file = copy(machine)
+    file.spans = [span for span in machine.spans if is_kept(span)]
+    file.jobs, file.lost = [], []
     for job in machine.jobs:
-        start, end = job.start_ns + plan.shift_ns, job.end_ns + plan.shift_ns
-        kept = jobs if is_kept(job) else lost
-        kept.append(replace(job, start_ns=start, end_ns=end))
-    jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
-    return Recorded(plan, machine.rank, spans, jobs, lost, machine.doing)
+        times = {"start_ns": job.start_ns + plan.shift_ns, "end_ns": job.end_ns + plan.shift_ns}
+        (file.jobs if is_kept(job) else file.lost).append(replace(job, **times))
+    file.jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
+    return file

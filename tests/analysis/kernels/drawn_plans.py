@@ -1,10 +1,11 @@
 """What a drawn program does, how it names its ranges, and what its file lacks."""
 
 import random
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import make_dataclass, replace
 from enum import StrEnum
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 Part = StrEnum(
@@ -12,149 +13,36 @@ Part = StrEnum(
     "FORWARD LOSS BACKWARD WEIGHTS OPTIMIZER ZERO_GRAD CLIP EVALUATION DATA STEP PREFILL DECODE "
     "CLOSURE",
 )
-"""A part of a program, whether a range of the file names it or not; forward and backward run inside
-of the call of the optimizer that is a closure.
-"""
+"""A part of a program, whether a range of the file names it or not."""
 PHASES = tuple(Part)[:9]
 """Parts that kernels can be of."""
 Pause = StrEnum("Pause", "NOTHING RANGE COLLECTOR ALLOCATION COMPILING WAITING DATA PREPARING")
 """What keeps the host from launching."""
-
-
-def _named(forward: str, backward: str, optimizer: str, step: str = "") -> dict[str, str]:
-    """The ranges' names of a training loop, whose steps may have none."""
-    names = {Part.FORWARD: forward, Part.BACKWARD: backward, Part.OPTIMIZER: optimizer}
-    return {**names, Part.STEP: step} if step else {**names}
-
-
-_PL = "[pl][profile]"
-STYLES: Mapping[str, Mapping[str, str]] = {
-    "none": {},
-    "torch": {Part.STEP: "ProfilerStep#{n}"},
-    "ours": {Part.DATA: "data", Part.LOSS: "loss"}
-    | _named("forward", "backward", "optimizer", "step"),
-    "phases": _named("forward", "backward", "optimizer"),
-    "hashes": _named("## forward ##", "## backward ##", "## optimizer ##", "ProfilerStep#{n}"),
-    "lightning": {
-        Part.STEP: f"{_PL}run_training_batch",
-        Part.DATA: f"{_PL}[_TrainingEpochLoop].train_dataloader_next",
-        Part.FORWARD: f"{_PL}[Strategy]SingleDeviceStrategy.training_step",
-        Part.BACKWARD: f"{_PL}[Strategy]SingleDeviceStrategy.backward",
-        Part.ZERO_GRAD: f"{_PL}[LightningModule]GPT.optimizer_zero_grad",
-        Part.CLOSURE: f"{_PL}[LightningModule]GPT.optimizer_step",
-    },
-    "deepspeed": _named(*(f"DeepSpeedEngine.{name}" for name in ("forward", "backward", "step"))),
-    "iteration": _named("forward", "backward", "opt.step()", "iteration{n}"),
-    "short": _named("fwd", "bwd", "opt", "iter {n}"),
-    "words": _named("model(x)", "loss.backward()", "optimizer.step()", "train_step"),
-    "vllm": {
-        Part.PREFILL: "execute_context_{batch}({tokens})_generation_{decoding}({decoding})",
-        Part.DECODE: "execute_context_0(0)_generation_{batch}({batch})",
-    },
-    "sglang": {
-        Part.PREFILL: "step[EXTEND bs={batch} toks={tokens}]",
-        Part.DECODE: "step[DECODE bs={batch}]",
-    },
-    "deepseek": {"attn": "attn({letter})", "mlp": "mlp({letter})"},
-}
-"""The name of the range around each part of a program in which ranges are named so."""
-UNLISTED = ("iteration", "deepspeed", "short", "words")
-"""Styles whose names a reader need not know."""
-EARLY = ("lightning", "iteration")
-"""Styles whose first batch is taken before the step begins."""
-STYLES_OF = {
-    "training": [name for name in STYLES if name not in ("vllm", "sglang", "deepseek")],
-    "inference": ["none", "torch", "ours"],
-    "server": ["none", "vllm", "sglang"],
-    "pipeline": ["none", "deepseek"],
-}
-
-
-def _of(*choices: object, training: bool = False) -> Any:
-    """A field that is drawn from these, for all programs or for training alone; else the first."""
-    return field(default=choices[0], metadata={"choices": choices, "training": training})
-
-
-_trained = partial(_of, training=True)
-_SELDOM, _OFTEN = (False, False, False, False, True), (False, False, True)
-_HIDES = _trained(None, None, *tuple(Pause)[:5])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a drawn program does, how its ranges are named, and what its file lacks."""
-
-    seed: int
-    kind: str
-    style: str
-    """Whose names the ranges have."""
-    limit: str = _of("gpu", "gpu", "host", "data", "copies")
-    """What takes longest; `ranks`, if one is slow."""
-    is_nsys: bool = _of(False, False, False, True)
-    steps: int = _of(4, 2, 3, 5)
-    micro_batches: int = _trained(1, 1, 2, 4)
-    layers: int = _of(2, 3, 4)
-    loader: str = _of(*["", "_SingleProcess", "_MultiProcessing"] * 2, "get_batch")
-    """PyTorch's loader, whose range its profiler records, or the range of one's own, or none."""
-    zero_grad: str = _trained("", "first", "last")
-    fills: bool = _trained(*_OFTEN)
-    """Gradients are set to zero by a kernel, instead of being released."""
-    optimizer: str = _trained("torch", "torch", "kernels", "plain", "")
-    """`torch` has its range, `kernels` only names of kernels, `plain` neither, or none."""
-    steps_of_micro: bool = _trained(*_OFTEN)
-    """The profiler's step is called after each micro-batch."""
-    clips: bool = _trained(*_OFTEN)
-    evaluates: bool = _trained(*_SELDOM)
-    checkpoints: bool = _trained(*_SELDOM)
-    compiled: bool = _of(*_OFTEN)
-    graph: str = _of("", "", "step", "", "parts")
-    """What is launched as CUDA graphs."""
-    side_stream: bool = _trained(*_SELDOM)
-    reads_loss: bool = _of(True, True, False)
-    reads_in_forward: bool = _of(*_SELDOM)
-    queue: int = _of(1024, 1024, 24)
-    """Launches that wait for the device before the next one makes the host wait."""
-    ranks: int = _trained(1, 1, 1, 1, 4)
-    is_sharded: bool = _trained(False, False, True)
-    """Ranks gather parameters and scatter gradients, and reduce none."""
-    slow_rank: int = _trained(0, 1, 2, 3)
-    devices: int = _trained(1, 1, 1, 2)
-    modules: bool = _of(False, True)
-    hides: Pause | None = _HIDES
-    """What keeps the host from launching for milliseconds in each step."""
-    around: str = _of("", "", "", "", "epoch 0", "training")
-    """A range around the whole program."""
-    decoy: str = _of(
-        *[""] * 6,
-        *("lr_scheduler.step", "log forward pass", "save optimizer state"),
-        *("backward compatibility", "data parallel group"),
-    )
-    """A range after each step whose name has a word of a phase, and which is none."""
-    prefetches: bool = _trained(*_SELDOM)
-    """Another thread copies the batch and prepares it on the device."""
-    is_pageable: bool = _of(False, True)
-    """Batches are copied from pageable memory, so that the host waits for them."""
-    is_mixed: bool = _of(*_OFTEN)
-    """A server's prefill has some decoding in it."""
-    cut: tuple[float, float] = _of((0.0, 1.0), (0.0, 1.0), (0.0, 0.8), (0.25, 1.0), (0.3, 0.7))
-    """The part of the run, by time, that the profiler records."""
-    dropped: str = _of("", "", "", "call", "operator", "range", "kernel")
-    """The kind of events that the file loses at random."""
-    shift_ns: int = _of(0, 0, 0, 0, -400_000, 3_000_000)
-    """How far the device's clock is off."""
+TABLES = tomllib.loads(Path(__file__).with_name("drawn_programs.toml").read_text())
+STYLES: Mapping[str, Mapping[str, str]] = TABLES["styles"]
+_OPTIONS: dict[str, list[Any]] = TABLES["options"]
+_OPTIONS["cut"] = [tuple(bounds) for bounds in _OPTIONS["cut"]]  # TOML has lists only
+Plan = make_dataclass(
+    "Plan",
+    ["seed", "kind", "style", *((name, Any, values[0]) for name, values in _OPTIONS.items())],
+    frozen=True,
+    kw_only=True,
+)
+"""One of the choices of each option of `drawn_programs.toml`, which says what they are."""
 
 
 def draw(seed: int) -> Plan:
     """The plan of this seed, without what its other parts forbid."""
-    random_ = random.Random(seed)
-    kind = random_.choices(list(STYLES_OF), [6, 2, 2, 1])[0]
-    drawn: dict[str, Any] = {"style": random_.choice(STYLES_OF[kind])}
-    for option in fields(Plan):
-        if option.metadata and (kind == "training" or not option.metadata["training"]):
-            drawn[option.name] = random_.choice(option.metadata["choices"])
+    random_, kinds = random.Random(seed), TABLES["kinds"]
+    kind = random_.choices(list(kinds), [of_kind["weight"] for of_kind in kinds.values()])[0]
+    drawn: dict[str, Any] = {"style": random_.choice(kinds[kind]["styles"])}
+    for name, values in _OPTIONS.items():
+        if kind == "training" or name not in kinds["training"]["options"]:
+            drawn[name] = random_.choice(values)
     plan = Plan(seed=seed, kind=kind, **drawn)
     if plan.style == "lightning":
-        plan = replace(plan, micro_batches=1, ranks=1, optimizer="torch", graph="")
+        plan = replace(plan, micro_batches=1, ranks=1, optimizer="torch", graph="", hides="")
+        plan = replace(plan, zero_grad="between", side_stream=False, reads_in_forward=False)
     if plan.is_nsys:
         plan = replace(plan, ranks=1)
     if plan.ranks > 1:
@@ -163,9 +51,8 @@ def draw(seed: int) -> Plan:
             plan = replace(plan, cut=(0.0, 1.0), dropped="")
     if plan.ranks > 1 or plan.micro_batches > 1:
         plan = replace(plan, graph="")
-    can_count = plan.micro_batches > 1 and plan.style in ("torch", "hashes")
-    return replace(
-        plan,
-        reads_in_forward=plan.reads_in_forward and not plan.graph,
-        steps_of_micro=plan.steps_of_micro and can_count,
-    )
+    if plan.graph:
+        plan = replace(plan, reads_in_forward=False)
+    if plan.micro_batches == 1 or plan.style not in ("torch", "hashes"):
+        plan = replace(plan, steps_of_micro=False)
+    return plan

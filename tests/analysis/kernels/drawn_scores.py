@@ -20,7 +20,7 @@ from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
 from tests.analysis.kernels.drawn_claims import CAUSES, TOLERANCE, claims, rank_claims
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_machine import Recorded, recorded
+from tests.analysis.kernels.drawn_machine import Machine, recorded
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
 from tests.analysis.kernels.drawn_programs import simulate
 from tests.analysis.kernels.drawn_truth import MODULE, Truth
@@ -275,7 +275,7 @@ def _communication(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         yield _judged("communication", is_part, "of a part", (said, alone), (total, exposed))
 
 
-def _ranks(profile: StepProfile, files: Sequence[Recorded]) -> Iterator[Score]:
+def _ranks(profile: StepProfile, files: Sequence[Machine]) -> Iterator[Score]:
     for what, said, true in rank_claims(profile, files):
         if said is None and true:
             yield Score("ranks", NOT_SEEN, what, "", true)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from tests.analysis.kernels.drawn_machine import Job, Recorded, Span, Stream, Thread
-from tests.analysis.kernels.drawn_plans import UNLISTED, Part, Pause
-from tests.analysis.kernels.drawn_programs import ADAM
+from tests.analysis.kernels.drawn_machine import Job, Machine, Span, Stream, Thread
+from tests.analysis.kernels.drawn_plans import TABLES, Part, Pause
+from tests.analysis.kernels.drawn_programs import KERNELS
 
 Interval = tuple[int, int]
 
 MODULE = "nn.Module: "
 LAUNCHING, QUEUED = "launch", "queued"
+ADAM, _ = KERNELS["adam"]
 _TURNS = (Part.PREFILL, Part.DECODE)
 _COMPUTING = (Part.FORWARD, Part.LOSS, Part.BACKWARD)
 _UPDATING = (Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE)
@@ -78,12 +79,12 @@ class Gap:
 class Truth:
     """The truth about one file."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: Machine) -> None:
         self.recorded, self.plan, self.jobs = recorded, recorded.plan, recorded.jobs
         self.kernels = [job for job in self.jobs if job.kind == "kernel"]
         self.ranges = [span for span in recorded.spans if span.kind == "range"]
         self.kept = set(recorded.spans)
-        self.is_listed = self.plan.style not in UNLISTED
+        self.is_listed = self.plan.style not in TABLES["unlisted"]
         self._opened: dict[Span, list[Span]] = {}
 
     # what is open where

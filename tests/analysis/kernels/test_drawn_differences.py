@@ -22,11 +22,11 @@ from cs336.report.sections.kernels.compared import Sides, compared_traces, modul
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_machine import MICROSECOND, MILLISECOND, Job, recorded
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import MATMULS, Program, simulate
+from tests.analysis.kernels.drawn_programs import KERNELS, Program, simulate
 
 ALL = 1_000
 SEEDS = 8
-SLOWER, EXTRA = MATMULS[0], "void cs336_injected_kernel<float>(float*)"
+SLOWER, EXTRA = KERNELS["linear"][0], "void cs336_injected_kernel<float>(float*)"
 
 
 class Slower(Program):
@@ -67,7 +67,7 @@ def _plans() -> Iterator[Plan]:
             cut=(0.0, 1.0),
             dropped="",
             shift_ns=0,
-            hides=None,
+            hides="",
             ranks=1,
             devices=1,
             steps=4,

@@ -1,6 +1,7 @@
 """What is said of drawn programs is true of them, or said not to be seen.
 
-`drawn_plans.py` draws, `drawn_programs.py` says what is done, `drawn_machine.py` takes its time,
+`drawn_plans.py` draws from the options of `drawn_programs.toml`, `drawn_programs.py` says what is
+done, `drawn_machine.py` takes its time, `drawn_files.py` writes it,
 `drawn_truth.py` knows, `drawn_scores.py` compares. For other seeds:
 `python -m tests.analysis.kernels.drawn_scores FIRST COUNT`.
 """
@@ -45,16 +46,15 @@ the file has steps, and none of their launches: seed=3075, kind="inference", sty
   is_mixed=True, cut=(0.3, 0.7), dropped="range", fills=True
 ranges are lost, and autograd runs within the optimizer's range: seed=3116, kind="training",
   style="lightning", limit="data", steps=3, layers=4, loader="_MultiProcessing",
-  zero_grad="first", clips=True, hides=Pause.NOTHING, decoy="lr_scheduler.step", prefetches=True,
-  dropped="range"
+  zero_grad="between", clips=True, decoy="lr_scheduler.step", prefetches=True, dropped="range"
 a late graph has kernels on two devices: seed=5240, kind="training", style="iteration",
   limit="data", steps=3, layers=3, loader="_MultiProcessing", zero_grad="last",
   optimizer="kernels", clips=True, graph="parts", queue=24, devices=2, modules=True,
   hides=Pause.RANGE, is_mixed=True, cut=(0.3, 0.7)
 a compiled kernel runs outside of the steps: seed=5280, kind="training", style="lightning",
-  limit="host", steps=2, layers=4, loader="_MultiProcessing", clips=True, compiled=True,
-  is_sharded=True, modules=True, decoy="data parallel group", is_mixed=True, cut=(0.3, 0.7),
-  dropped="kernel", shift_ns=3000000, fills=True
+  zero_grad="between", limit="host", steps=2, layers=4, loader="_MultiProcessing", clips=True,
+  compiled=True, is_sharded=True, modules=True, decoy="data parallel group", is_mixed=True,
+  cut=(0.3, 0.7), dropped="kernel", shift_ns=3000000, fills=True
 a graph of a whole step is launched beside another thread: seed=6243, kind="training",
   style="deepspeed", limit="host", is_nsys=True, steps=3, layers=4, zero_grad="last",
   optimizer="plain", checkpoints=True, graph="step", modules=True, around="epoch 0",
@@ -68,13 +68,13 @@ the device waits outside of the steps, which are pieces of a cut file: seed=7231
   zero_grad="first", optimizer="", evaluates=True, reads_loss=False, queue=24, is_sharded=True,
   hides=Pause.NOTHING, reads_in_forward=True, cut=(0.3, 0.7), fills=True
 a copy whose call is lost does not put the wait for it in a phase: seed=4, kind="training",
-  style="lightning", limit="copies", steps=5, zero_grad="first", dropped="call", cut=(0.0, 0.8),
+  style="lightning", limit="copies", steps=5, zero_grad="between", dropped="call", cut=(0.0, 0.8),
   is_pageable=True
 a report of nsys shows no loader of PyTorch, so a short wait for data is a late launch: seed=2156,
   kind="inference", style="torch", is_nsys=True, loader="_MultiProcessing", queue=24,
   around="epoch 0"
 a kernel without its launch is in no phase: seed=0, kind="training", style="lightning",
-  is_nsys=True, steps=2, loader="get_batch", zero_grad="first", devices=2, dropped="call"
+  is_nsys=True, steps=2, loader="get_batch", zero_grad="between", devices=2, dropped="call"
 """
 ONCE_FALSE = dict(re.findall(r"^(\w[^:]*): ((?:.|\n )*)", _PLANS, re.M))
 """What was not understood once or is seldom drawn, and the plan of a program that shows it."""

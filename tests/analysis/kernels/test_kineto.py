@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cs336.analysis.columns import ProfileError
-from cs336.analysis.kernels import kineto_events as events_module
+from cs336.analysis.kernels import kineto_content
 from cs336.analysis.kernels.attribution import attribute
 from cs336.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336.analysis.kernels.kineto_events import BOOKKEEPING
@@ -372,9 +372,9 @@ def test_a_file_beyond_any_trace_is_not_read(
     path = tmp_path / "t.json"
     with path.open("wb") as file:
         file.write(b"{")
-        file.truncate(events_module.MAX_TRACE_BYTES + 1)  # sparse
+        file.truncate(kineto_content.MAX_TRACE_BYTES + 1)  # sparse
     assert "record fewer steps" in problem(path)
-    monkeypatch.setattr(events_module, "MAX_TRACE_BYTES", 1_000)
+    monkeypatch.setattr(kineto_content, "MAX_TRACE_BYTES", 1_000)
     path.write_bytes(gzip.compress(write_trace(path, events_of(training(1))).read_bytes()))
     assert "record fewer steps" in problem(path)
 

@@ -3,9 +3,11 @@
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ MAIN, AUTOGRAD = PROCESS + 100, PROCESS + 101
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and its launch; `launch_ns` None where the launch was not seen."""
+    """A kernel or a copy and its launch; `launch_ns` None where the launch was not seen."""
 
     name: str
     launch_ns: int | None
@@ -34,12 +36,15 @@ class Kernel:
     stream: int = 7
     graph: int = 0
     device: int = 0
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """What torch.profiler writes of it besides."""
 
 
 @dataclass(frozen=True)
 class Span:
     """A range; `end_ns` None where it is still open, `is_nested` False where it is started and
-    ended, not pushed.
+    ended, not pushed. Of another category it is an operator or a frame of Python, which nsys has
+    not.
     """
 
     name: str
@@ -47,6 +52,8 @@ class Span:
     end_ns: int | None
     thread: int = MAIN
     is_nested: bool = True
+    category: str = "user_annotation"
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,12 @@ class Call:
     start_ns: int
     end_ns: int
     thread: int = MAIN
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Recording:
-    """What happened, row by row. Calls and copies are for `make_trace` alone."""
+    """What happened, row by row; files have a call for each launch if there are no others."""
 
     kernels: list[Kernel] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -227,6 +235,19 @@ def counts(attribution: Attribution, step: int | None = None) -> dict[str, int]:
     return {phase: count for phase, (count, _) in totals(attribution, step).items()}
 
 
+_COPY_COLUMNS = (
+    "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, "
+    "globalPid INTEGER, bytes INTEGER, copyKind INTEGER, srcKind INTEGER, dstKind INTEGER"
+)
+_KIND_COLUMNS = "id INTEGER PRIMARY KEY, name TEXT, label TEXT"
+_RANGES = ("NvtxPushPopRange", "NvtxStartEndRange", "NvtxMark", "NvtxDomainCreate")
+_COPIES = {"HtoD": "Host-to-Device", "DtoH": "Device-to-Host", "PtoP": "Peer-to-Peer"}
+_MEMORIES = ("Pageable", "Pinned", "Device")
+_ACTIVITY = "CUPTI_ACTIVITY_KIND_"
+
+Row = dict[str, object]
+
+
 def write_export(
     path: Path,
     recording: Recording,
@@ -236,75 +257,117 @@ def write_export(
     kinds: int = 59,
 ) -> Path:
     """Write the recording as nsys would, names of ranges in place or (`registered`) in the table of
-    strings.
+    strings. If it has no calls, each kernel has been launched by one of its own.
 
-    With `same_correlation`, each process counts its launches from 1, as CUPTI does. `kinds` is the
+    With `same_correlation`, each process counts its calls from 1, as CUPTI does. `kinds` is the
     number of push/pop ranges in the file's table of kinds, that of start/end ranges follows.
     """
-    strings = dict.fromkeys([k.name for k in recording.kernels] + [s.name for s in recording.spans])
-    number = {
-        string: 1000 + index for index, string in enumerate([*strings, "cudaLaunchKernel_v7000"])
-    }
-    counts: dict[int, int] = {}
+    calls, correlation_of = numbered_calls(recording, "_v7000", same_correlation=same_correlation)
+    names = dict.fromkeys(event.name for event in (*recording.kernels, *recording.spans, *calls))
+    number = {name: 1000 + index for index, name in enumerate(names)}
+    kernels = [
+        _work(k, correlation_of(k))
+        | {"contextId": 1, "graphNodeId": k.graph or None}
+        | dict.fromkeys(("demangledName", "shortName"), number[k.name])
+        for k in recording.kernels
+    ]
+    of_calls: list[Row] = []
+    for call in calls:
+        row: Row = {"start": call.start_ns, "end": call.end_ns, "eventClass": 0}
+        row |= {"globalTid": call.thread, "correlationId": correlation_of(call)}
+        of_calls.append(row | {"nameId": number[call.name]})
     with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL)")
-        db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, s) for s, i in number.items()])
-        db.execute(
-            "CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER PRIMARY KEY, name TEXT, label TEXT)"
-        )
-        for i, name in enumerate(
-            ("NvtxPushPopRange", "NvtxStartEndRange", "NvtxMark", "NvtxDomainCreate")
-        ):
-            db.execute("INSERT INTO ENUM_NSYS_EVENT_TYPE VALUES (?, ?, ?)", (kinds + i, name, name))
-        db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({KERNEL_COLUMNS})")
-        db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME ({CALL_COLUMNS})")
-        db.execute(f"CREATE TABLE NVTX_EVENTS ({RANGE_COLUMNS})")
-        for k in recording.kernels:
-            key = process_of(k.thread) if same_correlation else 0
-            correlation = counts[key] = counts.get(key, 0) + 1
-            db.execute(
-                "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL (start, end, deviceId, contextId, "
-                "streamId, correlationId, globalPid, demangledName, shortName, graphNodeId) "
-                "VALUES (?, ?, 0, 1, ?, ?, ?, ?, ?, ?)",
-                (
-                    k.start_ns,
-                    k.start_ns + k.duration_ns,
-                    k.stream,
-                    correlation,
-                    process_of(k.thread),
-                    number[k.name],
-                    number[k.name],
-                    k.graph or None,
-                ),
-            )
-            if k.launch_ns is not None:
-                db.execute(
-                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 0, ?, ?, ?)",
-                    (
-                        k.launch_ns,
-                        k.launch_ns + 3,
-                        k.thread,
-                        correlation,
-                        number["cudaLaunchKernel_v7000"],
-                    ),
-                )
-        for s in recording.spans:
-            text, key = (None, number[s.name]) if registered else (s.name, None)
-            db.execute(
-                "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, NULL, ?, ?, NULL, ?, 0)",
-                (s.start_ns, s.end_ns, kinds + (not s.is_nested), text, s.thread, key),
-            )
-        # a mark and a domain, which are no ranges
-        db.execute(
-            "INSERT INTO NVTX_EVENTS VALUES (1, NULL, ?, NULL, 'forward', ?, NULL, NULL, 0)",
-            (kinds + 2, MAIN),
-        )
-        db.execute(
-            "INSERT INTO NVTX_EVENTS VALUES (0, NULL, ?, NULL, 'NCCL', ?, NULL, NULL, 1)",
-            (kinds + 3, MAIN),
-        )
+        strings = [{"id": key, "value": name} for name, key in number.items()]
+        _insert(db, "StringIds", "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL", strings)
+        _insert(db, _ACTIVITY + "KERNEL", KERNEL_COLUMNS, kernels)
+        _insert(db, _ACTIVITY + "RUNTIME", CALL_COLUMNS, of_calls)
+        _insert_kinds(db, "ENUM_NSYS_EVENT_TYPE", kinds, _RANGES)
+        _insert_ranges(db, recording.spans, kinds, number if registered else {})
+        if recording.copies:
+            copies = [_work(copy, correlation_of(copy)) | _kind(copy) for copy in recording.copies]
+            _insert(db, _ACTIVITY + "MEMCPY", _COPY_COLUMNS, copies)
+            _insert_kinds(db, "ENUM_CUDA_MEMCPY_OPER", 1, _COPIES.values())
+            _insert_kinds(db, "ENUM_CUDA_MEM_KIND", 0, _MEMORIES)
     db.close()
     return path
+
+
+def numbered_calls(
+    recording: Recording, suffix: str = "", *, same_correlation: bool = False
+) -> tuple[Sequence[Call], Callable[[Call | Kernel], int]]:
+    """The calls of the recording, or one of 3 ns for each launch, whose name has this suffix; and
+    the number that a call shares with what it launched.
+    """
+    calls, launched = list(recording.calls), dict[int, Call]()
+    places = {(call.thread, call.start_ns): call for call in calls}
+    for job in (*recording.kernels, *recording.copies):
+        if job.launch_ns is not None and not recording.calls:
+            name = ("cudaGraphLaunch" if job.graph else "cudaLaunchKernel") + suffix
+            calls.append(Call(name, job.launch_ns, job.launch_ns + 3, job.thread))
+            launched[id(job)] = calls[-1]
+        elif (job.thread, job.launch_ns) in places:
+            launched[id(job)] = places[job.thread, job.launch_ns]
+    counts, numbers = Counter[int](), dict[int, int]()
+    for call in calls:
+        process = process_of(call.thread) if same_correlation else 0
+        counts[process] += 1
+        numbers[id(call)] = counts[process]
+
+    def number_of(event: Call | Kernel) -> int:
+        return numbers.get(id(launched.get(id(event), event)), len(calls) + 1)
+
+    return calls, number_of
+
+
+def _work(job: Kernel, correlation: int) -> Row:
+    times = {"start": job.start_ns, "end": job.start_ns + job.duration_ns}
+    place = {"deviceId": job.device, "streamId": job.stream, "globalPid": process_of(job.thread)}
+    return {**times, **place, "correlationId": correlation}
+
+
+def _kind(copy: Kernel) -> Row:
+    """The columns that say what a copy such as `Memcpy HtoD (Pinned -> Device)` does."""
+    _, direction, source, *_, target = copy.name.replace("(", "").replace(")", "").split()
+    kinds = {"copyKind": 1 + list(_COPIES).index(direction)}
+    for column, memory in (("srcKind", source), ("dstKind", target)):
+        # of a copy between devices, the target is the device's number
+        kinds[column] = _MEMORIES.index(memory) if memory in _MEMORIES else 2
+    return {"bytes": 4096, **kinds}
+
+
+def _insert(db: sqlite3.Connection, table: str, columns: str, rows: Sequence[Row]) -> None:
+    db.execute(f"CREATE TABLE {table} ({columns})")
+    if rows:
+        marks = ", ".join("?" * len(rows[0]))
+        command = f"INSERT INTO {table} ({', '.join(rows[0])}) VALUES ({marks})"
+        db.executemany(command, [tuple(row.values()) for row in rows])
+
+
+def _insert_kinds(db: sqlite3.Connection, table: str, first: int, names: Iterable[str]) -> None:
+    rows: list[Row] = [
+        {"id": key, "name": name, "label": name} for key, name in enumerate(names, first)
+    ]
+    _insert(db, table, _KIND_COLUMNS, rows)
+
+
+def _insert_ranges(
+    db: sqlite3.Connection, spans: Iterable[Span], kinds: int, number: Mapping[str, int]
+) -> None:
+    """Write the ranges, with a mark and a domain, which are none."""
+
+    def row(start_ns: int, end_ns: int | None, kind: int, name: str, thread: int) -> Row:
+        text = None if name in number else name
+        place: Row = {"start": start_ns, "end": end_ns, "globalTid": thread}
+        place |= {"eventType": kinds + kind, "text": text, "textId": number.get(name)}
+        return place | {"domainId": int(name == "NCCL")}
+
+    rows = [
+        row(s.start_ns, s.end_ns, not s.is_nested, s.name, s.thread)
+        for s in spans
+        if s.category == "user_annotation"
+    ]
+    others = row(1, None, 2, "forward", MAIN), row(0, None, 3, "NCCL", MAIN)
+    _insert(db, "NVTX_EVENTS", RANGE_COLUMNS, [*rows, *others])
 
 
 LAYERS = 3

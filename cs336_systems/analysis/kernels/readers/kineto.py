@@ -14,7 +14,8 @@ import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
-from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, Args, EventBatch, TraceEvents
+from ..kineto_content import TORCH_TRACE
+from ..kineto_events import HOW_TO_TRACE, Args, Category, EventBatch, TraceEvents
 from ..kineto_messages import message_of
 from ..kineto_operators import frames_of_program, linked_operators, shape_text
 from ..trace import (
@@ -36,21 +37,6 @@ from ..trace import (
 )
 from . import Reader
 
-# Kineto's categories, with those of other devices, and with the capitals of PyTorch 1.8 and 1.9
-KERNEL_CATEGORIES = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
-COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
-_MAKERS = ("cuda", "hip", "xpu", "mtia", "privateuse1")
-CALL_CATEGORIES = frozenset(
-    {
-        "Runtime",
-        "runtime",
-        "driver",
-        *(f"{maker}_runtime" for maker in _MAKERS),
-        *(f"{maker}_driver" for maker in _MAKERS),
-    }
-)
-RANGE_CATEGORIES = frozenset({"user_annotation"})
-
 GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
@@ -64,7 +50,10 @@ def read_kineto(path: Path) -> Trace:
     device_names, has_operators = events.device_names, events.has_operators
     distributed = events.distributed
     kernels, copies, calls, ranges = events.batches(
-        KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
+        [Category.KERNEL],
+        [Category.COPY, Category.FILL],
+        [Category.DRIVER_CALL, Category.CALL],
+        [Category.RANGE],
     )
     is_of_host = not len(kernels) and not len(copies)
     collectives = events.collectives()

@@ -53,7 +53,7 @@ def export(report: Path, directory: Path) -> Path:
     if status:
         status = run_for_this_process([*command, str(report)], output)
     if status or not database.is_file():
-        said = " ".join(output.read_text(errors="replace").split())[-500:]
+        said = " ".join(output.read_text(encoding="utf-8", errors="replace").split())[-500:]
         raise NsysError(f"{report}: nsys export ended with status {status}: {said}")
     return database
 

@@ -10,7 +10,7 @@ from ....config import ModelConfig, Precision, RunConfig
 from ....costs.tape import MATMULS_OF, Form
 from ...columns import Column, Row, column
 from ...section import Section, make_table
-from ...words import percent, ratio, rounded
+from ...words import percent, ratio, rounded, scaled
 from .entry import Explained
 from .operators import Ceiling, ceiling_of
 
@@ -59,8 +59,8 @@ def _row(
         "ms_per_step": times.total_s / steps * 1e3,
         "limit_ms_per_step": least_s / steps * 1e3,
         "lost_ms_per_step": (times.total_s - least_s) / steps * 1e3,
-        "tflops_per_s": _scaled(ratio(times.flops, times.total_s), 1e-12),
-        "gb_per_s": _scaled(ratio(times.bytes, times.total_s), 1e-9),
+        "tflops_per_s": scaled(ratio(times.flops, times.total_s), 1e-12),
+        "gb_per_s": scaled(ratio(times.bytes, times.total_s), 1e-9),
     }
 
 
@@ -173,10 +173,6 @@ def _shape(times: LedgerTimes) -> str:
         return ""
     sides = "x".join(map(str, times.sides))
     return f"{times.batch}x{sides}" if times.batch > 1 else sides
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
 
 
 def _notes(rows: list[Row], ceiling: Ceiling) -> Iterator[str]:

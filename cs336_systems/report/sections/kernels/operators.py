@@ -12,7 +12,7 @@ from ....costs.tape import MATMULS_OF, Form
 from ....studies.ceilings_files import NO_CEILINGS_HERE
 from ...columns import Column, Row, column
 from ...section import Section, make_table
-from ...words import percent, ratio, rounded
+from ...words import percent, ratio, rounded, scaled
 from .sums import terms
 
 MAX_OPERATORS = 15
@@ -147,12 +147,12 @@ def _operator_row(part: OperatorTimes, profile: StepProfile, ceiling: Ceiling) -
         "kernels_per_step": part.count / steps,
         "calls_per_step": part.calls / steps,
         "ms_per_step": part.total_s / steps * 1e3,
-        "limit_ms_per_step": _scaled(least_s, 1e3 / steps),
-        "lost_ms_per_step": _scaled(_lost_s(part, least_s), 1e3 / steps),
-        "tflops_per_s": _scaled(flops_per_s, 1e-12),
-        "limit_tflops_per_s": _scaled(ceiling.of_operator(part) if is_matmul else None, 1e-12),
-        "gb_per_s": _scaled(bytes_per_s, 1e-9),
-        "limit_gb_per_s": _scaled(ceiling.bytes_per_s if bytes_per_s else None, 1e-9),
+        "limit_ms_per_step": scaled(least_s, 1e3 / steps),
+        "lost_ms_per_step": scaled(_lost_s(part, least_s), 1e3 / steps),
+        "tflops_per_s": scaled(flops_per_s, 1e-12),
+        "limit_tflops_per_s": scaled(ceiling.of_operator(part) if is_matmul else None, 1e-12),
+        "gb_per_s": scaled(bytes_per_s, 1e-9),
+        "limit_gb_per_s": scaled(ceiling.bytes_per_s if bytes_per_s else None, 1e-9),
     }
 
 
@@ -161,10 +161,6 @@ def _lost_s(part: OperatorTimes, least_s: float | None) -> float | None:
     move.
     """
     return None if least_s is None else max(part.total_s - least_s, 0.0)
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
 
 
 def _notes(profile: StepProfile, ceiling: Ceiling, rows: list[Row]) -> Iterable[str]:
