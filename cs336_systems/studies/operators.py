@@ -176,8 +176,12 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
         return groups
 
     def study(self, rows: tuple["CellResult", ...], environment: Environment) -> "AttentionStudy":
-        """The study with these results."""
-        return AttentionStudy(grid=self, results=rows, environment=environment)
+        """The study with these results, in the order in which the grid names implementations."""
+        ways = [*product(self.precisions, self.implementations)]
+        ordered = sorted(
+            rows, key=lambda row: ways.index((row.cell.precision, row.cell.implementation))
+        )
+        return AttentionStudy(grid=self, results=tuple(ordered), environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
