@@ -1,11 +1,12 @@
 """`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ..config import Device, RunConfig
 from ..costs.curves import Curves
@@ -35,6 +36,9 @@ from . import flags
 from .configure import NamedGpu, checked_factory, make_config, make_fast_config, one_precision
 from .machine import first_gpu
 from .outcome import OK, UsageError, checked, print_page, show
+
+if TYPE_CHECKING:
+    from ..report.section import Section
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
@@ -304,9 +308,16 @@ def run(arguments: AccountArguments) -> int:
             f"known; try {choices}"
         )
     if not arguments.json:
-        from ..report.page.forecasts import folder_of, write_forecast_page
-
-        directory = arguments.output or folder_of("accounts", config.label)
-        title = f"What a step costs: {config.label}"
-        print_page(partial(write_forecast_page, title, sentences, section, directory))
+        _print_page(arguments.output, config.label, sentences, section)
     return OK
+
+
+def _print_page(
+    directory: Path | None, label: str, sentences: Sequence[str], section: "Section"
+) -> None:
+    """Write the page of the account, by default in a directory of its own, and print its path."""
+    from ..report.page.forecasts import folder_of, write_forecast_page
+
+    directory = directory or folder_of("accounts", label)
+    title = f"What a step costs: {label}"
+    print_page(partial(write_forecast_page, title, sentences, section, directory))
