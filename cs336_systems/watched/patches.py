@@ -4,9 +4,9 @@ torch.save, and the calls of compiled models.
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,13 +17,38 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..config import Phase
 from ..loop_record import Cause
+from .marks import Timeline
+from .pauses import Pauses
+from .tokens import PassReader
 
-if TYPE_CHECKING:
-    from .hooks import Hooks, ModelHooks
+
+class ModelCalls(Protocol):
+    """Sees the calls of one model."""
+
+    def begins(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A call begins."""
+
+    def ends(self, module: nn.Module, inputs: Any, result: Any) -> None:  # noqa: ANN401
+        """The call ends."""
+
+    def is_model(self, module: nn.Module) -> bool:
+        """Whether the module is this model."""
+
+
+class Seeing(Protocol):
+    """What sees a loop."""
+
+    timeline: Timeline
+    reader: PassReader
+    pauses: Pauses
+
+    @property
+    def models(self) -> Sequence[ModelCalls]:
+        """Of each model, what sees its calls."""
 
 
 def called(
-    hooked: Iterable["ModelHooks"],
+    hooked: Iterable[ModelCalls],
     model: nn.Module,
     call: Callable[..., Any],
     inputs: tuple[Any, ...],
@@ -47,12 +72,12 @@ class Patches:
     def __init__(self) -> None:
         # a loop that is forgotten ends wherever Python collects garbage, also in here
         self._lock = threading.RLock()
-        self._loops: list["Hooks"] = []
+        self._loops: list[Seeing] = []
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """Of each wrapped function: its owner and name, what the owner had, the wrapper."""
         self.has_compiler = False
 
-    def add(self, loop: "Hooks") -> None:
+    def add(self, loop: Seeing) -> None:
         """Watch a loop; with the first one, wrap the functions."""
         with self._lock:
             self._loops.append(loop)
@@ -62,7 +87,7 @@ class Patches:
                 self._wrap(DataLoader, "__iter__", self._around(Phase.DATA))
                 self._wrap(torch, "save", self._save)
 
-    def discard(self, loop: "Hooks") -> None:
+    def discard(self, loop: Seeing) -> None:
         """Watch a loop no more; with the last one, give the functions back."""
         with self._lock:
             if loop not in self._loops:
@@ -101,7 +126,7 @@ class Patches:
         self._wrapped.append((owner, name, vars(owner).get(name), wrapper))
         setattr(owner, name, wrapper)
 
-    def _enter(self, phase: Phase) -> list["Hooks"]:
+    def _enter(self, phase: Phase) -> list[Seeing]:
         """Begin a phase in the loops of this thread, and return those that see it.
 
         torch.compile must not compile what this calls, where it runs within compiled code.
@@ -116,7 +141,7 @@ class Patches:
         finally:
             eval_frame.set_eval_frame(prior)
 
-    def _leave(self, loops: Iterable["Hooks"], of: Any) -> None:  # noqa: ANN401
+    def _leave(self, loops: Iterable[Seeing], of: Any) -> None:  # noqa: ANN401
         """End the phase, of a loader or of backward, in the loops that have seen it begin."""
         prior = eval_frame.set_eval_frame(None)
         try:
