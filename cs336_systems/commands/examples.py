@@ -12,7 +12,7 @@ EXAMPLES = {
         "--sizes xl --modes inference train --memory",
     ),
     "compare": (
-        '"--attention naive" "--attention sdpa" --size small',
+        '"--attention naive" "--attention sdpa"',
         "data/e2e_benchmark/before data/e2e_benchmark/after",
         "before.json.gz after.json.gz",
     ),
