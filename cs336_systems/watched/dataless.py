@@ -117,11 +117,9 @@ class _Copying:
         """The copy of a module and of what it holds."""
         modules = list(root.modules())
         for tensor in (*root.parameters(), *root.buffers()):
-            if id(tensor) in self._copies:
-                continue
             if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
                 raise NotTracedError(f"the model has tensors of the class {type(tensor).__name__}")
-            self._copies[id(tensor)] = empty(tensor)
+            self._copies.setdefault(id(tensor), empty(tensor))
         for module in modules:
             self._prepare(vars(module))
         # the innermost come last
@@ -132,8 +130,7 @@ class _Copying:
         copied: nn.Module = copy.deepcopy(root, self._copies)
         for module in modules:
             made = self._copies.get(id(module))
-            # `fully_shard` makes a module one of a class derived from its own
-            if made is not module and isinstance(module, type(made)):
+            if type(made) is type(module) and made is not module:
                 self._refer_to_copies(vars(module), vars(made))
         return copied
 

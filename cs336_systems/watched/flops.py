@@ -2,16 +2,19 @@
 tensors have no data, and the matmuls, convolutions and attentions in it are counted.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..config import Phase
+from ..costs.internals import FakeTensor
 from ..costs.tape import MATMULS_OF, Form, TraceError
 from ..files import in_one_line
 from ..loop_record import LoopFlops
@@ -125,8 +128,13 @@ class FlopCounter(TorchDispatchMode):
         # a function in the place of a module's forward may know the module itself
         if any(id(parameter) in self._forbidden for parameter in _parameters_in(args)):
             raise NotTracedError("a function computes with the model's parameters themselves")
+        # with which DTensor finds how results are sharded
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return function(*args, **(kwargs or {}))
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # the operations on its parts come here next
+            if torch.Tag.nondeterministic_seeded in function.tags:
+                raise NotTracedError(f"{function} draws numbers that all ranks share")
+            return NotImplemented  # such as DTensor, whose operations on its parts come here next
         out = function(*args, **(kwargs or {}))
         flops = self._flops(function, args, kwargs or {}, out)
         self.executed += flops
@@ -157,6 +165,37 @@ class FlopCounter(TorchDispatchMode):
         return 0.0
 
 
+class _StayingHere(TorchFunctionMode):
+    """Leaves tensors without data where they are, where a model on a CPU moves them to the CPU: a
+    trace shows them on a GPU.
+    """
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        kwargs = dict(kwargs or {})
+        if function in (Tensor.to, Tensor.cpu) and args[0].is_cuda:
+            args = tuple(value for value in args if not _is_host(value))
+            kwargs = {name: value for name, value in kwargs.items() if not _is_host(value)}
+            if function is Tensor.cpu or not (args[1:] or kwargs):
+                return args[0]
+        return function(*args, **kwargs)
+
+
+def _staying(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Keeps tensors where they are if the model is on a CPU."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return _StayingHere() if devices == {"cpu"} else contextlib.nullcontext()
+
+
+def _is_host(value: object) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith("cpu")
+
+
 def _parameters_in(args: Iterable[Any]) -> Iterator[nn.Parameter]:
     """The parameters among the arguments of an operator, and in its lists of tensors."""
     for value in args:
@@ -185,7 +224,7 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     try:
         inputs, named = call.arguments()
         traced_model = rank_copy(model)
-        with tracing_copy(model, limit_s) as trace, counter:
+        with tracing_copy(model, limit_s) as trace, _staying(model), counter:
             trace.begin(Phase.FORWARD)
             loss = loss_of(traced_model(*inputs, **named))
             if has_backward and loss is not None:

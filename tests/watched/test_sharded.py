@@ -23,13 +23,13 @@ TOKENS = torch.arange(2 * 16).view(2, 16) % VOCABULARY
 
 
 class Block(nn.Module):
-    """Attention with as many heads as the rank has, and an MLP."""
+    """Attention with as many heads as the rank has, and an MLP that may drop elements."""
 
-    def __init__(self):
+    def __init__(self, drops):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1 if drops else 0.0)
 
     def heads(self, layer, x):
         return layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
@@ -38,15 +38,15 @@ class Block(nn.Module):
         parts = [self.heads(layer, x) for layer in (self.query, self.key, self.value)]
         mixed = scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(self.up(self.norm(x)).relu())
+        return x + self.down(self.dropout(self.up(self.norm(x)).relu()))
 
 
 class Language(nn.Module):
-    def __init__(self):
+    def __init__(self, drops=False):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(drops) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.first = [self.blocks[0]]
         """A part that is known by another way, too."""
@@ -70,20 +70,41 @@ def gathered(low=False):
     return fully_shard(model, mesh=mesh_of(), mp_policy=policy)
 
 
-def parallel():
+def parallel(drops=False):
     """Tensor parallelism of the blocks, while the head is whole on each rank."""
     from torch.distributed.tensor import parallel
 
     columns, rows = parallel.ColwiseParallel, parallel.RowwiseParallel
     names = {name: columns() for name in ("query", "key", "value")}
-    plan = {**names, "out": rows(), "up": columns(), "down": rows()}
-    model = Language()
+    up = columns(use_local_output=not drops)
+    plan = {**names, "out": rows(), "up": up, "down": rows()}
+    model = Language(drops)
     for block in model.blocks:
         parallel.parallelize_module(block, mesh_of(), plan)
     return model
 
 
-KINDS = {"gathered": gathered, "low": lambda: gathered(low=True), "parallel": parallel}
+def both():
+    """Sharded by `fully_shard` over groups of one, within tensor parallelism of two."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import parallel
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
+    model = Language()
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+    for block in model.blocks:
+        parallel.parallelize_module(block, mesh["tensor"], plan)
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+KINDS = {
+    "gathered": gathered,
+    "low": lambda: gathered(low=True),
+    "parallel": parallel,
+    "both": both,
+    "dropping": lambda: parallel(drops=True),
+}
 
 
 def trained(make, watched=None):
@@ -153,16 +174,27 @@ def counted(module, *inputs):
     return counter.get_total_flops()
 
 
-def test_a_rank_computes_with_the_whole_model(folder):
+def test_a_rank_computes_with_its_share_of_the_model(folder):
+    """With `fully_shard`, with the whole model."""
     model = Language()
     whole = counted(model, TOKENS)
-    for name in ("gathered", "low"):
+    head = counted(model.head, torch.ones(2, 16, WIDTH, requires_grad=True))
+    x = torch.ones(2, 16, WIDTH, requires_grad=True)
+    mlps = [counted(nn.Sequential(block.up, block.down), x) for block in model.blocks]
+    expected = {
+        "gathered": whole,
+        "low": whole,
+        "parallel": (whole - head) / WORLD + head,
+        "both": whole - sum(mlps) / WORLD,
+    }
+    for name, flops in expected.items():
         answer = json.loads((folder / f"{name}.json").read_text())
-        assert answer == {"flops": whole, "reason": "", "same": True}, name
+        assert answer == {"flops": flops, "reason": "", "same": True}, name
 
 
-def test_what_tensor_parallelism_divides_is_not_traced_and_says_why(folder):
-    answer = json.loads((folder / "parallel.json").read_text())
+def test_numbers_that_ranks_draw_together_are_not_drawn(folder):
+    """A trace would change what the ranks draw later."""
+    answer = json.loads((folder / "dropping.json").read_text())
     assert answer["flops"] is None
-    assert "DTensor" in answer["reason"]
+    assert "draws" in answer["reason"]
     assert answer["same"]
