@@ -153,8 +153,12 @@ def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_
 
 
 def test_moments_in_bf16_are_the_same_training_in_less_memory():
-    """2 bytes less for each of two moments of a parameter."""
+    """2 bytes less for each of two moments of a parameter; the peaks may lie at places of the step
+    between which there is one tensor more, in bf16 and as large as the residual stream.
+    """
     plain, result = changed(), changed(bf16_moments=True)
     assert result["losses"] == pytest.approx(plain["losses"], rel=1e-3)
-    assert plain["peak"] - result["peak"] == pytest.approx(4 * result["parameters"], rel=0.01)
+    stream_bytes = 2 * 2 * 4096 * 1024
+    saved = plain["peak"] - result["peak"]
+    assert saved == pytest.approx(4 * result["parameters"], abs=stream_bytes)
     assert result["peak"] == pytest.approx(result["foretold"], rel=0.05)
