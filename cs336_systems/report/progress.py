@@ -124,7 +124,7 @@ class StatusLine(Listener):
 
     def importing(self) -> None:
         """Import meanwhile what writes the tables and plots at the end, which takes a second."""
-        from . import results  # noqa: F401
+        from . import draw, results  # noqa: F401
         from .page import chapters  # noqa: F401
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:

@@ -488,11 +488,11 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = "--parallel ddp-overlap --ranks 2"
     flags = (shared, f"{shared} --shard-optimizer", "--parallel fsdp --ranks 2")
     assert [
-        one(f"--size 2.7B --fast --batch-size 12 {each}").checkpoint_blocks for each in flags
+        one(f"--size 2.7B --fast --batch-size 16 {each}").checkpoint_blocks for each in flags
     ] == [1, 0, 0]
     # graphs of collectives and expandable segments exclude each other: the flag that is given
     # decides
-    large = f"--size 2.7B --fast --batch-size 12 {shared}"
+    large = f"--size 2.7B --fast --batch-size 16 {shared}"
     for given, chosen in (
         ("", (True, False)),
         ("--cuda-graph", (False, True)),

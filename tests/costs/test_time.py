@@ -496,7 +496,12 @@ def test_a_padded_vocabulary_is_computed() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"checkpoint_blocks": 1}, {"cuda_graph": False}, {"fused_blocks": False}, {"loss_chunks": 2}],
+    [
+        {"checkpoint_blocks": 1},
+        {"cuda_graph": False},
+        {"fused_blocks": False, "bf16_stream": False},
+        {"loss_chunks": 2},
+    ],
     ids=str,
 )
 def test_a_part_of_it_is_not_predicted(change: dict[str, Any]) -> None:
