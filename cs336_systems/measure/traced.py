@@ -29,6 +29,7 @@ from ..model.trainable import make_model, make_of_user
 from ..model.user_code import checked_module, is_our_message, load_factory, told
 from ..model_file import is_model_file
 from ..posix_needed import IS_POSIX
+from ..torch_needed import torch_version
 from .clock import StepTimes
 from .own_step import as_if_available, note_gradients, note_state, own_steps
 from .step import TrainingStep
@@ -79,7 +80,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
                 tape.places, tape.owners = trace.places, trace.owners
                 tape.again, tape.graphs = trace.again, trace.graphs
             if is_compiled(config):
-                tape.compiler = torch.__version__.partition("+")[0]
+                tape.compiler = (torch_version() or "").partition("+")[0]
     except TraceError as error:
         tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
