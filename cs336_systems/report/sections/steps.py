@@ -226,7 +226,18 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
         number = sum(result.gain(entry.settings).is_doubted for result in faster)
         doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
         gains = NamedRows(faster, distinct_labels(faster)).range(entry.key, three_digits)
-        yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
+        work = _more_work(setting, faster)
+        yield f"{setting} {value}: a step{work} is {gains} times as fast as with {baseline}{doubt}."
+
+
+def _more_work(setting: str, results: Sequence[StepResult]) -> str:
+    """How many times the tokens a step of several ranks has, each of which has a whole batch; empty
+    where a setting does not change them or they differ among the results.
+    """
+    if setting != "parallel":
+        return ""
+    ranks = {settings_of(result.subject)["ranks"] for result in results}
+    return f" of {ranks.pop()} times the tokens" if len(ranks) == 1 else ""
 
 
 def results_section(
