@@ -146,7 +146,7 @@ def _efficient_attention_backward(trace: StepTrace, call: Dispatch) -> None:
     if q.dtype not in HALF:
         product = ("output x gradient", trace.names.product(q.numel()), 4)
         trace.workspaces([product, sums, sums])
-    padded, width = f"{pairs} {trace.names.product(queries)}^64 {d_head}^64", 4
+    padded, width = f"{pairs} {trace.names.product(queries)}^64 {trace.names.product(d_head)}^64", 4
     if not trace.names.axes:  # one allocation, whose size is no product of axes
         padded, width = str(batch * heads * _efficient_bytes(q, k)), 1
     trace.workspaces([sums, ("workspace of fused attention", padded, width)])

@@ -13,6 +13,7 @@ from torch.profiler import profile
 
 from cs336.config import Phase
 from cs336.costs.allocator import MIB, Addresses
+from cs336.costs.tape import Names
 from cs336.costs.tracing import tracing
 
 CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -87,6 +88,31 @@ def test_buffers_of_efficient_attention_are_those_measured(
     count, product = (3, [4 * q.numel()]) if dtype is torch.float32 else (1, [])
     assert sizes(trace, "row sums") == count * [3 * 5 * queries * 4]
     assert sizes(trace, "output x gradient") == product
+
+
+@pytest.mark.parametrize("d_head", [8, 64, 80, 128])
+@pytest.mark.parametrize("kernel", [EFFICIENT, torch.ops.aten._scaled_dot_product_flash_attention])
+def test_a_tape_with_named_axes_has_the_buffers_of_other_sizes(kernel, d_head) -> None:
+    """One that is traced with heads of 152 has those of 8: up to the locks, a thousandth."""
+    dtype = torch.float32 if kernel is EFFICIENT else torch.bfloat16
+    mask = (None, True) if kernel is EFFICIENT else ()
+
+    def tape_of(axes, batch, heads, context, width):
+        q, k, v = [on_meta(batch, heads, context, width, dtype=dtype, grad=True) for _ in "qkv"]
+        with tracing(axes, limit_s=60) as trace:
+            trace.begin(Phase.FORWARD)
+            out = kernel(q, k, v, *mask, 0.0, True)[0]
+            trace.begin(Phase.BACKWARD)
+            out.backward(torch.empty_like(out))
+        return trace.tape()
+
+    named = tape_of({"batch": 1009, "heads": 17, "T": 1013, "d_head": 152}, 1009, 17, 1013, 152)
+    named.names = Names({"batch": 3, "heads": 5, "T": 256, "d_head": d_head})
+    alone = tape_of({}, 3, 5, 256, d_head)
+    sums = [
+        sum(tape.spec(n).size_bytes for n in range(len(tape.tensors))) for tape in (named, alone)
+    ]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(
