@@ -1,16 +1,18 @@
-"""Peak memory of a step under torch.compile.
+"""Peak memory and kernels of a step under torch.compile.
 
 The compiler takes seconds for each block of a model, so that only shallow models are compiled
 (`compiling.py`), two and four blocks deep, or three and five. Every further two blocks add to the
-memory what the two of the deeper one add: by twos, because the compiled code gives the memory of
-one block's buffers to the next one's, and takes it back in the one after that.
+memory, and to the kernels, what the two of the deeper one add: by twos, because the compiled code
+gives the memory of one block's buffers to the next one's, and takes it back in the one after that.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ..config import CompileMode, Phase, RunConfig
-from .depth import DepthError, kinds_of_blocks, of_depth
+from ..config import SETTINGS, CompileMode, Device, Phase, RunConfig
+from .depth import DepthError, kinds_of_blocks, launched, of_depth, repeated
 from .memory import (
     MAX_LAYERS,
     MemoryPrediction,
@@ -22,13 +24,25 @@ from .memory import (
     placed,
     predict_memory,
 )
-from .tape import Tape, phases_of
-from .traces import as_costed, compiled_tapes, is_compiled
+from .tape import Names, Operation, OperationKey, OperationMaker, Tape, phases_of
+from .traces import as_costed, compiled_tapes, is_at_hand, is_compiled, is_compiled_at_hand
 
 STRIDE = 2
 """Blocks by which the deeper of two compiled models is deeper."""
 LEAST_BLOCKS = 2
 """Blocks of the shallower one, if the model has an even number of blocks."""
+
+COMPILED_WITH = (
+    "compile",
+    "compile_blocks",
+    "pad_vocabulary",
+    "cast_once",
+    "fused_loss",
+    "cuda_graph",
+)
+"""Settings that a compiled step may have: its trace has what they change. A graph launches the
+same kernels, and has their tensors in a pool.
+"""
 
 
 class NotForetoldError(ValueError):
@@ -71,17 +85,17 @@ def why_refused(config: RunConfig) -> str:
     Graphs of reduce-overhead have a pool of memory of their own, and the other modes choose
     kernels, with their workspaces, by timing them on the GPU.
     """
-    eager = config.with_defaults("compile", "compile_blocks")
+    shortcuts = {name for name, setting in SETTINGS.items() if setting.is_shortcut}
     if config.compile is not CompileMode.DEFAULT:
         return f"only --compile default is foretold, and --compile {config.compile} is asked for"
-    if config.compile_blocks or eager != eager.without_shortcuts:
-        return "a compiled step with further shortcuts is not foretold"
     if config.is_shared:
         return f"a compiled step on {config.ranks} ranks is not foretold"
     if config.own_optimizer is not None:
         return "the optimizer is your own"
     if config.checkpoint_blocks:
         return "a compiled step with checkpoints is not foretold"
+    if config != config.with_defaults(*shortcuts.difference(COMPILED_WITH)):
+        return "a compiled step with such shortcuts is not foretold"
     if config.model.num_layers > MAX_LAYERS:
         return f"a model of more than {MAX_LAYERS} layers is not foretold"
     return ""
@@ -100,6 +114,11 @@ def _predict(config: RunConfig) -> MemoryPrediction:
     return _deepened(tapes[0], tapes[1], times)
 
 
+def uncompiled(config: RunConfig) -> RunConfig:
+    """The same step without torch.compile."""
+    return config.with_defaults("compile", "compile_blocks")
+
+
 def steps_to_compile(config: RunConfig) -> tuple[list[RunConfig], int]:
     """The steps whose tapes the forecast of a step needs: a shallow model's and a deeper one's, and
     how many times the difference of both is added to the shallow one; or its own, and 0.
@@ -115,7 +134,7 @@ def steps_to_compile(config: RunConfig) -> tuple[list[RunConfig], int]:
 def _number_of_blocks(config: RunConfig) -> int:
     """How many equal blocks the model has; 0 if its blocks are not equal, or not known."""
     try:
-        kinds = kinds_of_blocks(config.with_defaults("compile"))
+        kinds = kinds_of_blocks(uncompiled(config))
     except DepthError:
         return 0
     return 0 if any(kinds) else len(kinds)
@@ -194,3 +213,75 @@ def _deepened_peak(one: Peak, two: Peak, times: int) -> Peak:
 def _kind(part: Part) -> tuple[str, str, str]:
     """What parts of one kind have in common."""
     return part.category, part.label, part.formula
+
+
+def has_compiled_kernels(config: RunConfig) -> bool:
+    """Whether the step runs on a GPU under torch.compile, and its kernels are known without
+    compiling: its tapes come with the program, or its memory has been asked for.
+    """
+    if config.device is not Device.CUDA or not is_compiled(config) or why_refused(config):
+        return False
+    # counting the blocks of a user's own model would run its code
+    one = of_depth(uncompiled(config), 1)
+    if config.model_factory is not None and not is_at_hand(one):
+        return False
+    return all(map(is_compiled_at_hand, steps_to_compile(as_costed(config))[0]))
+
+
+@lru_cache(maxsize=256)
+def compiled_operations(config: RunConfig) -> dict[Phase, list[Operation]]:
+    """The operations of each phase of a compiled step in the steady state, as
+    `has_compiled_kernels` knows them.
+
+    Forward and backward are code that inductor has written: it makes views and buffers in C++,
+    which take the host next to nothing, so that only launches count as calls. The optimizer is
+    eager.
+    """
+    steps, times = steps_to_compile(config)
+    first, *deeper = map(_keys_by_phase, compiled_tapes(steps))
+    maker, made = OperationMaker(Names({})), dict[OperationKey, Operation]()
+    phases: dict[Phase, list[Operation]] = {}
+    for place, (phase, keys) in enumerate(first):
+        for other in deeper:
+            keys = _deepened_keys(keys, other[place][1], times)
+        for key in keys:
+            if key not in made:
+                views, make, *arguments = key
+                made[key] = replace(getattr(maker, make)(*arguments), views=views)
+        phases.setdefault(phase, []).extend(made[key] for key in keys)
+    return phases
+
+
+def _keys_by_phase(tape: Tape) -> list[tuple[Phase, list[OperationKey]]]:
+    """The operations of each phase of the last step; views count in the optimizer only."""
+    phases = []
+    for phase, _, (first, stop) in phases_of(tape, -1):
+        keys = launched(tape, first, stop)
+        if phase is not Phase.OPTIMIZER:
+            keys = [(0, *key[1:]) for key in keys]
+        if keys and phase is not Phase.STEP:
+            phases.append((phase, keys))
+    return phases
+
+
+def _deepened_keys(
+    one: Sequence[OperationKey], two: Sequence[OperationKey], times: int
+) -> list[OperationKey]:
+    """The operations of a model with so many times more blocks than the deeper one has more than
+    the shallow one.
+    """
+    # an operation that updates all parameters is one however many these are
+    if len(one) == len(two):
+        return [_longer_key(before, after, times) for before, after in zip(one, two, strict=True)]
+    return repeated(one, two, kind=1).of_depth(1 + times)
+
+
+def _longer_key(one: OperationKey, two: OperationKey, times: int) -> OperationKey:
+    """One operation over lists of tensors, whose shapes are its last argument."""
+    *settings, of_one = one
+    *_, of_two = two
+    if one == two or not isinstance(of_one, tuple):
+        return two
+    more = Counter(of_two)
+    more.subtract(of_one)
+    return (*settings, (*of_one, *(times * [*more.elements()])))

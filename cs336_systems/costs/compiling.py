@@ -20,7 +20,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .internals import FakeTensor, TorchDispatchMode, compiler_internals, device_guard_of_cuda
+from .internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    compiler_internals,
+    device_guard_of_cuda,
+    without_modes,
+)
 from .on_cuda import as_decomposed, clear_copies
 from .tape import TraceError
 from .trace import GPU, StepTrace, tensors_in
@@ -126,7 +132,7 @@ class Compiler:
         """Compile a graph of Dynamo's for the GPU; what is returned runs its code in the trace."""
         inductor, self._shows_gpu = self._torch, False
         settings = inductor.config.patch(
-            force_disable_caches=True, compile_threads=1, benchmark_combo_kernel=True
+            force_disable_caches=True, compile_threads=1, profile_bandwidth=True
         )
         lazily = inductor.aot_config.patch(force_non_lazy_backward_lowering=True)
         with settings, lazily, torch.set_grad_enabled(self._has_gradients):
@@ -240,7 +246,8 @@ class Compiler:
 
         def run(*args: Any, **_: Any) -> None:
             """Note that the kernel is launched."""
-            self._trace.fused(moved_bytes, [*tensors_in(args)])
+            with without_modes():  # which would show meta tensors on a GPU
+                self._trace.fused(moved_bytes, [*tensors_in(args)])
 
         return SimpleNamespace(run=run)
 

@@ -18,7 +18,7 @@ from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
-from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
+from ...costs.traces import idle_parameters, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
 from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
@@ -193,8 +193,8 @@ def account_answer(account: Account) -> Iterator[str]:
 def _why_no_time(account: Account) -> str:
     """Why the time of the step on a known device is not foretold."""
     config, curves = account.config, account.curves
-    if is_compiled(config):
-        return "kernels of compiled steps have no times"
+    if reason := why_not_foretold(config):
+        return reason
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
     if config.is_shared and account.links is None:
