@@ -2,29 +2,20 @@
 
 The compiler takes seconds for each block of a model, so that only shallow models are compiled
 (`compiling.py`), two and four blocks deep, or three and five. Every further two blocks add to the
-memory, and to the kernels, what the two of the deeper one add: by twos, because the compiled code
-gives the memory of one block's buffers to the next one's, and takes it back in the one after that.
+step what the two of the deeper one add: by twos, because the compiled code gives the memory of one
+block's buffers to the next one's, and takes it back in the one after that.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import msgspec
+
 from ..config import SETTINGS, CompileMode, Device, Phase, RunConfig
-from .depth import DepthError, kinds_of_blocks, launched, of_depth, repeated
-from .memory import (
-    MAX_LAYERS,
-    MemoryPrediction,
-    Part,
-    Peak,
-    allocated_levels,
-    memory_of,
-    peak_of,
-    placed,
-    predict_memory,
-)
-from .tape import Names, Operation, OperationKey, OperationMaker, Tape, phases_of
+from .deepened import deepened
+from .depth import DepthError, kinds_of_blocks, of_depth
+from .memory import MAX_LAYERS, MemoryPrediction, memory_of, predict_memory
+from .tape import Tape, phases_of
 from .traces import as_costed, compiled_tapes, is_at_hand, is_compiled, is_compiled_at_hand
 
 STRIDE = 2
@@ -71,12 +62,16 @@ def why_not_foretold(config: RunConfig) -> str:
 
 
 def predict_compiled_memory(config: RunConfig) -> MemoryPrediction:
-    """Predict the memory of a CUDA run whose whole model is compiled; raise NotForetoldError for
-    what is not predicted.
+    """Predict the memory of a CUDA run under torch.compile; raise NotForetoldError for what is not
+    predicted.
     """
-    if reason := why_refused(config):
-        raise NotForetoldError(reason)
     return _predict(as_costed(config))
+
+
+@lru_cache(maxsize=4096)
+def _predict(config: RunConfig) -> MemoryPrediction:
+    """The same, computed."""
+    return memory_of(compiled_tape(config))
 
 
 def why_refused(config: RunConfig) -> str:
@@ -101,17 +96,38 @@ def why_refused(config: RunConfig) -> str:
     return ""
 
 
-@lru_cache(maxsize=4096)
-def _predict(config: RunConfig) -> MemoryPrediction:
+def compiled_tape(config: RunConfig) -> Tape:
+    """The steps of a run under torch.compile until the steady state; raise NotForetoldError where
+    there are none.
+    """
+    if reason := why_refused(config):
+        raise NotForetoldError(reason)
+    return _compiled_tape(as_costed(config).without_graph)
+
+
+@lru_cache(maxsize=256)
+def _compiled_tape(config: RunConfig) -> Tape:
     """The same, of a step that nothing in the settings refuses."""
     steps, times = steps_to_compile(config)
     tapes = compiled_tapes(steps)
     for tape in tapes:
         if not tape.steps:
             raise NotForetoldError(tape.failure)
-    if not times:
-        return replace(memory_of(tapes[0]), reserved_bytes=None)
-    return _deepened(tapes[0], tapes[1], times)
+    return _without_views(deepened(*tapes, times) if times else tapes[0])
+
+
+def _without_views(tape: Tape) -> Tape:
+    """The tape as inductor's code launches it. That makes views and buffers in C++, which take the
+    host next to nothing, so that forward and backward only call what they launch.
+    """
+    makes, launches = list(tape.makes), list(tape.launches)
+    for number in range(len(tape.steps)):
+        for phase, _, (first, stop) in phases_of(tape, number):
+            if phase in (Phase.FORWARD, Phase.BACKWARD):
+                for place in range(first, stop):
+                    launches[place] = tape.launches[place] + len(tape.makes)
+    makes += [(0, *key[1:]) for key in tape.makes]
+    return msgspec.structs.replace(tape, makes=makes, launches=launches)
 
 
 def uncompiled(config: RunConfig) -> RunConfig:
@@ -147,74 +163,6 @@ def _of_depth(config: RunConfig, blocks: int) -> RunConfig:
     return of_depth(config, blocks)
 
 
-def _deepened(shallow: Tape, deeper: Tape, times: int) -> MemoryPrediction:
-    """The memory of a step with so many times more blocks than the deeper model has more than the
-    shallow one.
-    """
-    one, two = memory_of(shallow), memory_of(deeper)
-
-    def linear(of_one: int, of_two: int) -> int:
-        return of_one + times * (of_two - of_one)
-
-    peaks = []
-    for step in (-1, 0):
-        moments = zip(_moments(shallow, step), _moments(deeper, step), strict=True)
-        deepened = [_deepened_peak(before, after, times) for before, after in moments]
-        peaks.append(max(deepened, key=lambda peak: peak.allocated_bytes))
-    return MemoryPrediction(
-        peak=peaks[0],
-        first_step_peak=peaks[1],
-        reserved_bytes=None,
-        start_bytes=linear(one.start_bytes, two.start_bytes),
-        after_bytes={
-            phase: linear(num_bytes, two.after_bytes[phase])
-            for phase, num_bytes in one.after_bytes.items()
-        },
-        compiler=one.compiler,
-    )
-
-
-def _moments(tape: Tape, step: int) -> list[Peak]:
-    """The peaks of both halves of each phase of a step. Memory rises or falls with each block that
-    a phase computes, so that each of them grows evenly with the number of blocks.
-    """
-    allocator = placed(tape)
-    levels = allocated_levels(tape, allocator.sizes_bytes)
-    peaks = []
-    for phase, (begin, end), _ in phases_of(tape, step):
-        if phase is Phase.STEP:
-            break
-        middle = (begin + end) // 2
-        for start, stop in ((begin, middle), (middle, end)):
-            half = [(phase, start, 0), (Phase.STEP, stop, 0)]
-            peaks.append(peak_of(tape, allocator.sizes_bytes, levels, half))
-    return peaks
-
-
-def _deepened_peak(one: Peak, two: Peak, times: int) -> Peak:
-    """The same moment of a deeper model."""
-    parts = {_kind(part): part for part in one.parts}
-    after = {_kind(part): part for part in two.parts}
-    deepened = []
-    for kind in {**parts, **after}:
-        before = parts.get(kind) or replace(after[kind], count=0, size_bytes=0)
-        then = after.get(kind) or replace(before, count=0, size_bytes=0)
-        part = replace(
-            before,
-            count=before.count + times * (then.count - before.count),
-            size_bytes=before.size_bytes + times * (then.size_bytes - before.size_bytes),
-        )
-        if part.size_bytes:
-            deepened.append(part)
-    allocated = one.allocated_bytes + times * (two.allocated_bytes - one.allocated_bytes)
-    return Peak(phase=one.phase, allocated_bytes=allocated, parts=tuple(deepened))
-
-
-def _kind(part: Part) -> tuple[str, str, str]:
-    """What parts of one kind have in common."""
-    return part.category, part.label, part.formula
-
-
 def has_compiled_kernels(config: RunConfig) -> bool:
     """Whether the step runs on a GPU under torch.compile, and its kernels are known without
     compiling: its tapes come with the program, or its memory has been asked for.
@@ -226,62 +174,3 @@ def has_compiled_kernels(config: RunConfig) -> bool:
     if config.model_factory is not None and not is_at_hand(one):
         return False
     return all(map(is_compiled_at_hand, steps_to_compile(as_costed(config))[0]))
-
-
-@lru_cache(maxsize=256)
-def compiled_operations(config: RunConfig) -> dict[Phase, list[Operation]]:
-    """The operations of each phase of a compiled step in the steady state, as
-    `has_compiled_kernels` knows them.
-
-    Forward and backward are code that inductor has written: it makes views and buffers in C++,
-    which take the host next to nothing, so that only launches count as calls. The optimizer is
-    eager.
-    """
-    steps, times = steps_to_compile(config)
-    first, *deeper = map(_keys_by_phase, compiled_tapes(steps))
-    maker, made = OperationMaker(Names({})), dict[OperationKey, Operation]()
-    phases: dict[Phase, list[Operation]] = {}
-    for place, (phase, keys) in enumerate(first):
-        for other in deeper:
-            keys = _deepened_keys(keys, other[place][1], times)
-        for key in keys:
-            if key not in made:
-                views, make, *arguments = key
-                made[key] = replace(getattr(maker, make)(*arguments), views=views)
-        phases.setdefault(phase, []).extend(made[key] for key in keys)
-    return phases
-
-
-def _keys_by_phase(tape: Tape) -> list[tuple[Phase, list[OperationKey]]]:
-    """The operations of each phase of the last step; views count in the optimizer only."""
-    phases = []
-    for phase, _, (first, stop) in phases_of(tape, -1):
-        keys = launched(tape, first, stop)
-        if phase is not Phase.OPTIMIZER:
-            keys = [(0, *key[1:]) for key in keys]
-        if keys and phase is not Phase.STEP:
-            phases.append((phase, keys))
-    return phases
-
-
-def _deepened_keys(
-    one: Sequence[OperationKey], two: Sequence[OperationKey], times: int
-) -> list[OperationKey]:
-    """The operations of a model with so many times more blocks than the deeper one has more than
-    the shallow one.
-    """
-    # an operation that updates all parameters is one however many these are
-    if len(one) == len(two):
-        return [_longer_key(before, after, times) for before, after in zip(one, two, strict=True)]
-    return repeated(one, two, kind=1).of_depth(1 + times)
-
-
-def _longer_key(one: OperationKey, two: OperationKey, times: int) -> OperationKey:
-    """One operation over lists of tensors, whose shapes are its last argument."""
-    *settings, of_one = one
-    *_, of_two = two
-    if one == two or not isinstance(of_one, tuple):
-        return two
-    more = Counter(of_two)
-    more.subtract(of_one)
-    return (*settings, (*of_one, *(times * [*more.elements()])))

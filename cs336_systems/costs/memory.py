@@ -73,9 +73,9 @@ class MemoryPrediction:
     """Peak of a step in the steady state."""
     first_step_peak: Peak
     """Peak of the first step, at whose end the optimizer makes its state."""
-    reserved_bytes: int | None
+    reserved_bytes: int
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released; None of a compiled step, as inductor reserves more when it times kernels.
+    released.
     """
     start_bytes: int
     """Allocated when a step begins."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
-from .compiled import compiled_operations, has_compiled_kernels, uncompiled
+from .compiled import compiled_tape, has_compiled_kernels, uncompiled
 from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
@@ -307,9 +307,8 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
-    if has_compiled_kernels(config.alone):
-        return compiled_operations(as_costed(config.alone))
-    tape = tape_of(config.alone)
+    alone = config.alone
+    tape = compiled_tape(alone) if has_compiled_kernels(alone) else tape_of(alone)
     phases: dict[Phase, list[Operation]] = {}
     for phase, _, (first, stop) in phases_of(tape, -1):
         if phase is not Phase.STEP and first < stop:
