@@ -64,7 +64,7 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
     if config.device is Device.CPU:
         return (host_bytes(config, memory_bytes) or 0) > memory_bytes
     prediction = predict_memory(config)
-    if prediction is None:
+    if prediction is None or prediction.reserved_bytes is None:
         return False
     if prediction.reserved_bytes + outside_bytes(config) <= memory_bytes:
         return False

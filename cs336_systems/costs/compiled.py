@@ -71,7 +71,8 @@ def predict_compiled_memory(config: RunConfig) -> MemoryPrediction:
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
     """The same, computed."""
-    return memory_of(compiled_tape(config))
+    prediction = memory_of(compiled_tape(config))
+    return replace(prediction, reserved_bytes=None) if config.cuda_graph else prediction
 
 
 def why_refused(config: RunConfig) -> str:
@@ -113,7 +114,11 @@ def _compiled_tape(config: RunConfig) -> Tape:
     for tape in tapes:
         if not tape.steps:
             raise NotForetoldError(tape.failure)
-    return _without_views(deepened(*tapes, times) if times else tapes[0])
+    tape = tapes[0]
+    if times:
+        shallow, deeper = tapes
+        tape = deepened(shallow, deeper, times)
+    return _without_views(tape)
 
 
 def _without_views(tape: Tape) -> Tape:

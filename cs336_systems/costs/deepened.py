@@ -8,11 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from ..config import Phase
 from .depth import launched
 from .tape import OperationKey, Tape, TensorKey
 
@@ -109,11 +108,16 @@ def _deeper_keys(
 
 
 def _longer_key(one: OperationKey, two: OperationKey, times: int) -> OperationKey:
-    """One operation over lists of tensors, whose shapes are its last argument."""
-    *settings, of_one = one
-    *_, of_two = two
-    if one == two or not isinstance(of_one, tuple):
+    """One operation over more tensors, each of which may need views first."""
+    views = one[0] + times * (two[0] - one[0])
+    arguments = zip(one[1:], two[1:], strict=True)
+    return (views, *(_longer_argument(before, after, times) for before, after in arguments))
+
+
+def _longer_argument(one: Any, two: Any, times: int) -> Any:  # noqa: ANN401 (of any operation)
+    """An argument, which has the shapes of more tensors if it is a list of shapes."""
+    if one == two or not isinstance(one, tuple):
         return two
-    more = Counter(of_two)
-    more.subtract(of_one)
-    return (*settings, (*of_one, *(times * [*more.elements()])))
+    more = Counter(two)
+    more.subtract(one)
+    return (*one, *(times * [*more.elements()]))

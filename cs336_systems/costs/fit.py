@@ -93,6 +93,8 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     """
     room_bytes = memory_bytes - outside_bytes(config)
     if is_compiled(config):
+        if config.cuda_graph:
+            return None
         with suppress(NotForetoldError):
             return _fits(compiled_tape(config), room_bytes)
         return None

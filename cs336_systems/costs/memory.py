@@ -73,9 +73,9 @@ class MemoryPrediction:
     """Peak of a step in the steady state."""
     first_step_peak: Peak
     """Peak of the first step, at whose end the optimizer makes its state."""
-    reserved_bytes: int
+    reserved_bytes: int | None
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released.
+    released; None of a compiled step in CUDA graphs, whose pools keep segments apart.
     """
     start_bytes: int
     """Allocated when a step begins."""

@@ -18,7 +18,7 @@ from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
-from ...costs.traces import idle_parameters, own_parameters, why_untraced
+from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
 from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
@@ -52,6 +52,10 @@ NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 BALANCED = (
     "Which experts a token chooses is data: each expert is taken to be chosen as often as any "
     "other."
+)
+NOT_SEARCHED = (
+    "Of a compiled step the largest batch and the longest context are not searched: the compiler "
+    "chooses kernels by sizes, so that each would be compiled, about half a minute."
 )
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
@@ -380,7 +384,8 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
-    yield "reserved", prediction.reserved_bytes
+    if prediction.reserved_bytes is not None:
+        yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     for phase, num_bytes in prediction.after_bytes.items():
         yield f"allocated after {phase}", num_bytes
@@ -641,6 +646,8 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
         (f"longest context at batch {config.batch_size:,}", longest),
     ]
     notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
+    if is_compiled(config):
+        notes.append(why_not_foretold(config) or NOT_SEARCHED)
     if longest is not None:
         longer = replace(config, model=replace(config.model, context_length=longest + 1))
         if reason := why_untraced(longer):

@@ -270,9 +270,7 @@ def _tables_of_compiled(rows: Sequence[Row]) -> list[Table]:
 def _errors_table(title: str, rows: Sequence[Row], notes: Sequence[str]) -> Table:
     """The table of errors of all these rows, and of groups of them."""
     summaries = [_summary(name, group) for name, group in _groups(rows) if group]
-    return make_table(
-        f"Predicted times of {title}", columns_of(*ERROR_COLUMNS), summaries, notes
-    )
+    return make_table(f"Predicted times of {title}", columns_of(*ERROR_COLUMNS), summaries, notes)
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
