@@ -113,8 +113,11 @@ class Compiler:
             self._has_gradients = torch.is_grad_enabled()
             # Dynamo's tensors are on the GPU, of which autograd would ask for the driver
             # each trace compiles the same code anew, which Dynamo refuses after some times
+            # and results that are kept for tensors of meta would be on the GPU that is shown
             limits = self._torch.dynamo_config.patch(
-                recompile_limit=MANY, accumulated_recompile_limit=MANY
+                recompile_limit=MANY,
+                accumulated_recompile_limit=MANY,
+                fake_tensor_cache_enabled=False,
             )
             with self._suspended(), self._on_absent_gpu(), torch.no_grad(), limits:
                 self._shows_gpu = True
