@@ -128,6 +128,9 @@ class Compiler:
                     raise TraceError(
                         f"torch.compile makes several graphs of the step: {reason}"
                     ) from error
+                except self._torch.BackendCompilerFailed as error:
+                    reason = str(error.inner_exception).strip().partition("\n")[0]
+                    raise TraceError(f"inductor does not compile the step: {reason}") from error
 
         return run
 

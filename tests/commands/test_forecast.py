@@ -183,14 +183,16 @@ def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -
         assert abs(float(row["step_error"])) <= most
 
 
-def test_the_committed_errors_of_compiled_steps_are_within_what_eager_ones_reach() -> None:
-    """Their worst are of a GPU that was throttled, whose eager steps are foretold too short too."""
+def test_the_committed_errors_of_compiled_steps_are_within_the_bounds_that_were_set() -> None:
+    """Of one rank. The worst are of a GPU that was throttled, whose eager steps are foretold too
+    short too; blocks that the host of two ranks calls one by one take it longer than is known.
+    """
     rows = [row for row in committed_errors() if row["compiled"] == "True"]
-    kept = [row for row in rows if row["shapes"] == Shapes.UNMEASURED]
+    kept = [row for row in rows if row["shapes"] == Shapes.UNMEASURED and row["ranks"] == "1"]
     sizes = [abs(float(row["step_error"])) for row in kept]
-    assert len(sizes) > 15
-    assert statistics.median(sizes) <= 8
-    assert max(sizes) <= 25
+    assert len(sizes) >= 23
+    assert statistics.median(sizes) <= 6
+    assert max(sizes) <= 16
 
 
 @pytest.mark.parametrize("device", DEVICES)

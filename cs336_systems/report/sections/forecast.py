@@ -52,6 +52,8 @@ SCORED_SETTINGS = (
     "cuda_graph",
     "checkpoint_blocks",
     "fp8",
+    "compile_blocks",
+    "ranks",
 )
 GROUPED_BY = (
     "device_name",
@@ -65,6 +67,18 @@ GROUPED_BY = (
     "fp8",
 )
 """Columns by whose values the errors are also given: the device, and settings."""
+
+
+COMPILED_BY = (
+    "device_name",
+    "size",
+    "precision",
+    "attention",
+    "cuda_graph",
+    "compile_blocks",
+    "ranks",
+)
+"""The same of compiled steps."""
 
 
 class Shapes(StrEnum):
@@ -113,8 +127,12 @@ OF_COMPILED = (
     "A fused kernel takes as long as a copy of the bytes that inductor says it moves; matmuls, "
     "attention and the optimizer are foretold as in eager steps. Nothing was fitted to these steps."
 )
+HOST_OF_COMPILED = (
+    "What the host takes to call compiled code was not measured: each of its launches is taken to "
+    "cost what one of an eager step does, and the checks before it nothing. A graph needs neither."
+)
 MISSING = (
-    "Missing are compiled models but for the whole of --fast, such steps on several ranks, and "
+    "Missing are --fast on several ranks, compiled steps in other modes than the default, and "
     "devices without ceilings."
 )
 RULE = (
@@ -264,24 +282,27 @@ def _tables_of_compiled(rows: Sequence[Row]) -> list[Table]:
         if row["shapes"] is Shapes.UNMEASURED or row["limit"] is StepLimit.LAUNCHES
     ]
     title = "compiled steps, matmuls of shapes that were not measured"
-    return [_errors_table(title, kept, [AS_IF, OF_COMPILED])] if kept else []
+    notes = [AS_IF, OF_COMPILED, HOST_OF_COMPILED]
+    return [_errors_table(title, kept, notes, COMPILED_BY)] if kept else []
 
 
-def _errors_table(title: str, rows: Sequence[Row], notes: Sequence[str]) -> Table:
-    """The table of errors of all these rows, and of groups of them."""
-    summaries = [_summary(name, group) for name, group in _groups(rows) if group]
+def _errors_table(
+    title: str, rows: Sequence[Row], notes: Sequence[str], keys: Sequence[str] = GROUPED_BY
+) -> Table:
+    """The table of errors of all these rows, and of groups of them by these columns."""
+    summaries = [_summary(name, group) for name, group in _groups(rows, keys) if group]
     return make_table(f"Predicted times of {title}", columns_of(*ERROR_COLUMNS), summaries, notes)
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+def _groups(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[tuple[str, Sequence[Row]]]:
     """Groups of rows by name, whose errors are summarised: all rows, the stable ones, and those
-    with each value of the columns GROUPED_BY.
+    with each value of these columns.
     """
     yield "all", rows
     unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
     stable = [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
     yield "without unstable ones", stable
-    for key in GROUPED_BY:
+    for key in keys:
         by_value: dict[object, list[Row]] = {}
         for row in rows:
             by_value.setdefault(row[key], []).append(row)
