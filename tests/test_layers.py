@@ -62,7 +62,10 @@ TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 ELSEWHERE = (
     "sweep.worker",
     "sweep.ranks",
-    "sweep.cluster",
+    "sweep.cluster.connection",
+    "sweep.cluster.driver",
+    "sweep.cluster.machines",
+    "sweep.cluster.task",
     "costs.graphs",
     "costs.internals",
     "costs.compiling",
