@@ -249,7 +249,9 @@ class GpuMonitor:
 
 
 BUSY_CORES = 1.0
-"""Load of the last minute from which other programs take a core from what is measured."""
+"""Load of the last minute from which other programs take time from a step that uses all cores."""
+CORES_OF_A_GPU = 2
+"""Cores that a step keeps busy for each GPU: one thread launches forward, another one backward."""
 LEAST_FREE = 0.1
 """Share of the memory that must be free, or the machine may begin to swap."""
 
@@ -259,8 +261,10 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     import psutil  # slow to import, and only needed before a measurement
 
     reasons, load, memory = [], psutil.getloadavg()[0], psutil.virtual_memory()
-    if load >= BUSY_CORES:
-        reasons.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
+    cores = os.cpu_count() or 1
+    needed = CORES_OF_A_GPU * len(gpus) if gpus else cores
+    if load >= BUSY_CORES and load > cores - needed:
+        reasons.append(f"the load is {load:.1f} on {cores} cores: close other programs")
     if memory.available < LEAST_FREE * memory.total:
         reasons.append(
             f"only {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are "

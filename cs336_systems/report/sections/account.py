@@ -48,12 +48,10 @@ CSV_COLUMNS = (
 )
 CollectiveTimes = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
-NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 BALANCED = (
     "Which experts a token chooses is data: each expert is taken to be chosen as often as any "
     "other."
 )
-NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +197,7 @@ def _why_no_time(account: Account) -> str:
         return f"nothing is known of {account.device_name} at {config.precision}"
     if config.is_shared and account.links is None:
         return account.link_source
-    return "the step has settings of which no times are known"
+    return memory.why_not_predicted(config) or "a kernel of the step has no time"
 
 
 def _interval(time: TimePrediction) -> str:
@@ -355,10 +353,9 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
         note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
     notes = [note]
-    if reason := why_not_foretold(config):
+    if prediction is None:
+        reason = why_not_foretold(config) or memory.why_not_predicted(config)
         notes.append(f"Memory is not foretold: {reason}.")
-    elif prediction is None:
-        notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
     if active is not None:
         notes.append(BALANCED)
     label, batch = config.label, f"batch {config.batch_size}"
