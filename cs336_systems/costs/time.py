@@ -157,15 +157,11 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 
     None for what is not predicted: eager steps that `predict_memory` does not predict; compiled
     ones that `predict_compiled_memory` does not, or whose tapes are not at hand, as compiling takes
-    half a minute; other shortcuts, except, on one rank, CUDA graphs alone and all of `--fast`
-    together; tokens from a file; fp16,
-    whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
-    precisions in which no matmul, or none that is large enough, was measured.
+    half a minute; other shortcuts, except CUDA graphs alone and all of `--fast` together; tokens
+    from a file; fp16, whose gradient scaler waits for the device; the math backend of PyTorch's
+    attention; and precisions in which no matmul, or none that is large enough, was measured.
     """
     if not has_known_kernels(config.alone, curves):
-        return None
-    is_known = is_predictable(config.alone) or has_compiled_kernels(config.alone)
-    if config.is_shared and not is_known:
         return None
     return _step_time(as_costed(config), curves)
 

@@ -93,18 +93,20 @@ def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
 
 
 def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
-    """The GPU that the entry names by its UUID, shortened or not, if `kind` is the UUID's prefix,
-    else by its number; if it names a GPU in MIG mode as a whole, its first slice.
+    """The GPU that an entry of CUDA_VISIBLE_DEVICES names; None if it names none, or several.
+
+    The entry is a number if `kind` is empty, else the beginning of a UUID of this kind. An entry
+    that names a GPU in MIG mode as a whole stands for its first slice.
     """
-    firsts = {gpu.index: gpu for gpu in reversed(gpus)}
-    if not kind:
-        return next((gpu for gpu in firsts.values() if str(gpu.index) == entry), None)
     if kind == "MIG-":
-        uuids = {gpu.uuid: gpu for gpu in gpus}
+        named = {gpu.uuid: gpu for gpu in gpus}
     else:
-        uuids = {gpu.slice_of or gpu.uuid: gpu for gpu in firsts.values()}
-    match = [gpu for uuid, gpu in uuids.items() if uuid.startswith(entry)]
-    return match[0] if len(match) == 1 and entry.startswith(kind) else None
+        first_slices = {gpu.index: gpu for gpu in reversed(gpus)}
+        if not kind:
+            return {str(index): gpu for index, gpu in first_slices.items()}.get(entry)
+        named = {gpu.slice_of or gpu.uuid: gpu for gpu in first_slices.values()}
+    meant = [gpu for uuid, gpu in named.items() if uuid.startswith(entry)]
+    return meant[0] if len(meant) == 1 and entry.startswith(kind) else None
 
 
 def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:

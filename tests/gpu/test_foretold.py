@@ -78,7 +78,7 @@ def test_compiled_steps_are_those_foretold(seed: int) -> None:
         config,
         size="",
         model=replace(config.model, num_layers=8),
-        batch_size=min(config.batch_size, 8),
+        batch_size=min(config.batch_size, 4),
         mode=Mode.TRAIN,
         compile=CompileMode.DEFAULT,
         warmup_steps=5,

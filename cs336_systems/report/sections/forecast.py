@@ -132,7 +132,7 @@ HOST_OF_COMPILED = (
     "cost what one of an eager step does, and the checks before it nothing. A graph needs neither."
 )
 MISSING = (
-    "Missing are --fast on several ranks, compiled steps in other modes than the default, and "
+    "Missing are steps with a part of --fast, compiled ones in other modes than the default, and "
     "devices without ceilings."
 )
 RULE = (
