@@ -157,11 +157,16 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 
     None for what is not predicted: eager steps that `predict_memory` does not predict; compiled
     ones that `predict_compiled_memory` does not, or whose tapes are not at hand, as compiling takes
-    half a minute; other shortcuts, except CUDA graphs alone and all of `--fast` together; tokens
-    from a file; fp16, whose gradient scaler waits for the device; the math backend of PyTorch's
-    attention; and precisions in which no matmul, or none that is large enough, was measured.
+    half a minute, or that several ranks share, as what the wrappers of ranks make the host do
+    between compiled parts is not known; other shortcuts, except CUDA graphs alone and all of
+    `--fast` together; tokens from a file; fp16, whose gradient scaler waits for the device; the
+    math backend of PyTorch's attention; and precisions in which no matmul, or none that is large
+    enough, was measured.
     """
-    if not has_known_kernels(config.alone, curves):
+    alone = config.alone
+    if not has_known_kernels(alone, curves):
+        return None
+    if config.is_shared and not (is_predictable(alone) or is_predictable_fast(alone)):
         return None
     return _step_time(as_costed(config), curves)
 
