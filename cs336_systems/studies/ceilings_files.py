@@ -20,7 +20,8 @@ from ..costs.kernels import Matmul, MatmulPrecision
 from ..costs.tape import MATMULS_OF
 from ..record import RecordError
 from ..text import print_aside
-from .ceilings_records import CeilingsStudy, LaunchKind
+from .ceilings_records import CeilingsStudy
+from .ceilings_rows import LaunchKind
 from .records import read_study
 
 FILE_NAME = "ceilings.json"
