@@ -155,13 +155,11 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     call of the host is assumed to take as long as one launch (`host_calls`).
 
     None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts,
-    except, on one rank, CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
+    except CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
     whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
     precisions in which no matmul, or none that is large enough, was measured.
     """
     if not has_known_kernels(config.alone, curves):
-        return None
-    if config.is_shared and not is_predictable(config.alone):
         return None
     return _step_time(as_costed(config), curves)
 
