@@ -166,9 +166,8 @@ class _Driver:
         """Ids of the machines where the run with this key has begun, the last being where it is;
         none if it waits.
         """
-        noted = (
-            connection.promptly(partial(ray.experimental.internal_kv._internal_kv_get, key)) or b""
-        )
+        get = partial(ray.experimental.internal_kv._internal_kv_get, key)
+        noted = connection.promptly(get) or b""
         return noted.decode().split()
 
     def _ask_again(self) -> None:
@@ -183,13 +182,17 @@ class _Driver:
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= connection.RAY_S}
         for reference, (config, started_s, key) in [*self._running.items()]:
             is_late = now_s - started_s >= MAX_TRIES * (self.explainer.timeout_s + _SPARE_S)
-            place = "".join(self._places(key)[-1:]) if gone or is_late else ""
-            if is_late or (gone and place in {"", *gone}):
-                del self._running[reference]
-                ray.cancel(reference, force=True)
-                self._waiting.append(config)
-                if place in self._there:
-                    self._leave_out(place, self._there[place], "a run there does not end")
+            if not is_late and not gone:
+                continue
+            places = self._places(key)
+            if not is_late and places and places[-1] not in gone:
+                continue
+            del self._running[reference]
+            ray.cancel(reference, force=True)
+            self._waiting.append(config)
+            if places and places[-1] in self._there:
+                host = self._there[places[-1]]
+                self._leave_out(places[-1], host, "a run there does not end")
         for name in gone:
             del self._lost_s[name]
 
