@@ -75,7 +75,7 @@ class MemoryPrediction:
     """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int | None
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released; None of a compiled step, as inductor reserves more when it times kernels.
+    released; None of a compiled step in CUDA graphs, whose pools keep segments apart.
     """
     start_bytes: int
     """Allocated when a step begins."""
