@@ -14,7 +14,7 @@ from ..analysis.warnings import launch_bound_phases
 from ..config import Device, Mode, Phase, Profiler
 from ..costs.accounting import mfu as share_of_peak
 from ..loop_record import LoopFlops, LoopRecord, SlowStep
-from ..measure.run import Progress
+from ..measure.progress import Progress
 from ..record import Measurement, RunRecord, RunWarning, Status, Telemetry, WarningCode
 from ..subject import WatchedLoop
 from .flops import LoopTracer
