@@ -71,6 +71,7 @@ ELSEWHERE = (
     "costs.compiling",
     "costs.on_cuda",
     "costs.operators",
+    "costs.positions",
     "costs.trace",
     "costs.tracing",
     "costs.routing",

@@ -123,8 +123,12 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
     Examples: `4090`, `h100 pcie`, `A100-80GB`. SXM stands for each of its generations.
     """
     wanted = bare_name(name).casefold()
-    exact = [device for device in DEVICES if wanted in map(str.casefold, device.names)]
-    meant = [device for device in DEVICES if any(is_short_for(name, full) for full in device.names)]
+    exact, meant = [], []
+    for device in DEVICES:
+        if wanted in map(str.casefold, device.names):
+            exact.append(device)
+        if any(is_short_for(name, full_name) for full_name in device.names):
+            meant.append(device)
     return tuple(exact or meant)
 
 
@@ -141,7 +145,9 @@ def _words(name: str) -> set[str]:
     of any generation counts as the same word.
     """
     words = set(re.findall("[a-z0-9]+", name.casefold())) - {"nvidia", "tesla"}
-    return words | {"sxm"} if any(re.fullmatch(r"sxm\d", word) for word in words) else words
+    if any(re.fullmatch(r"sxm\d", word) for word in words):
+        words.add("sxm")
+    return words
 
 
 def bare_name(device_name: str) -> str:

@@ -498,10 +498,10 @@ def interpolated(tapes: Mapping[int, Tape], number: int) -> Tape:
     """An estimate for a number, from tapes for others: a polynomial through the bytes of each
     tensor.
     """
-    shares = []
-    for one in tapes:
-        others = [other for other in tapes if other != one]
-        shares.append(prod(Fraction(number - other, one - other) for other in others))
+    shares = []  # Lagrange's basis polynomials
+    for traced in tapes:
+        others = [other for other in tapes if other != traced]
+        shares.append(prod(Fraction(number - other, traced - other) for other in others))
     kinds: dict[tuple[int, ...], int] = {}
     rows = zip(*(tape.tensors for tape in tapes.values()), strict=True)
     tensors = [kinds.setdefault(row, len(kinds)) for row in rows]

@@ -17,7 +17,7 @@ from cs336.report.configurations import step_results
 from cs336.report.formats import texts_of
 from cs336.report.sections.forecast import Shapes, forecast_section, scored
 from cs336.studies.ceilings_files import Ceilings
-from cs336.studies.ceilings_records import KernelCell
+from cs336.studies.ceilings_rows import KernelCell
 from tests.committed import DATA
 from tests.report.ceilings import lasting, make_rates
 from tests.report.making import make_config, make_record

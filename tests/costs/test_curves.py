@@ -14,7 +14,7 @@ from cs336.costs.curves import FASTER_LAUNCHES, SLOWER_LAUNCHES, Curves, interpo
 from cs336.costs.kernels import Matmul
 from cs336.costs.tape import Form
 from cs336.studies.ceilings_files import load_ceilings
-from cs336.studies.ceilings_records import LaunchKind
+from cs336.studies.ceilings_rows import LaunchKind
 
 CEILINGS = Path(__file__).parents[2] / "data" / "published" / "ceilings"
 
