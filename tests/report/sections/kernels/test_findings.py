@@ -335,7 +335,7 @@ def test_a_run_that_has_tensor_cores_on_is_not_advised_to(precision, told) -> No
     text = said(with_products(GEMM_A), replace(PLAIN, precision=precision))
     assert (FULL in text) is told
     # 20 ms of products in 47 ms of forward and backward, in two steps
-    advice = "(--precision tf32: at most 10.0 ms less, --mixed-precision: at most 23.5 ms less)"
+    advice = "(--precision tf32: at most 10.0 ms less, --mixed-precision: at most 23.5 ms less"
     assert (advice in text) is told
 
 
