@@ -352,7 +352,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    note = "FLOPs are those of matrix products, attention in full unless said."
+    note = "FLOPs are those of matrix multiplications, attention in full unless said."
     if prediction is not None:
         how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
         note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
@@ -438,8 +438,9 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         column("flops_per_byte", drop_order=0, write=rounded),
     ]
     notes = [
-        "Every factor and result of a product moves once. Fused attention moves no scores, and "
-        "computes only those of causal pairs. Norms, softmax, casts and the loss come on top."
+        "Every factor and result of a matrix multiplication moves once. Fused attention moves no "
+        "scores, and computes only those of causal pairs. Norms, softmax, casts and the loss come "
+        "on top."
     ]
     if device is not None and config.precision not in device.peak_flops_per_s:
         device = None

@@ -159,7 +159,9 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     )
     assert "in block.1 > ffn:" in pause
     # 22 of 40 ms of kernels
-    assert full.startswith("Matrix products in true fp32 take 55.0 % of the GPU time, 11.0 ms")
+    assert full.startswith(
+        "Matrix multiplications in true fp32 take 55.0 % of the GPU time, 11.0 ms"
+    )
     assert "TF32" in full
     # 12 of 52 ms; 2 of 40 ms of kernels
     assert optimizer.startswith(
