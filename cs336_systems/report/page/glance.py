@@ -339,9 +339,9 @@ def _with_doubt(text: str, more: str = "") -> Headline:
 
 
 _REACHING = {
-    "product": "matrix multiplications reach",
-    "memory": "passes over memory",
-    "bus": "collectives, as bus bandwidth,",
+    "product": "Matrix multiplications reach",
+    "memory": "Passes over memory reach",
+    "bus": "Collectives reach a bus bandwidth of",
 }
 """The kinds of ceilings, by the last words of their names."""
 
@@ -364,9 +364,10 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
         of_kind.append(row)
         names.append(name)
     rates = [f"{_REACHING[kind]} {_measured(*named)}" for kind, named in reached.items()]
-    text = f"{', '.join(rates) or 'Nothing is known'}{ends}."
-    text = text[0].upper() + text[1:]
-    return _with_doubt(text, f"Times: {', '.join(times)}." if times else "")
+    if times:
+        rates.append(f"Times: {', '.join(times)}")
+    answer, *others = rates or ["Nothing is known"]
+    return _with_doubt(f"{answer}{ends}.", " ".join(f"{other}." for other in others))
 
 
 def _measured(rows: Rows, names: Sequence[str]) -> str:
