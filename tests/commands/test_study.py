@@ -108,7 +108,7 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(
     printed = capsys.readouterr().out
     for words in (
         "Ceilings of",
-        "Matrix products, fp32",
+        "Matrix multiplications, fp32",
         "Passes over memory",
         "Launches",
         "32 x 32 x 32",
