@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 
-from ..config import FP8_MULTIPLE
+from ..config import FP8_MULTIPLE, SdpaBackend
 from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
 from .kernels import (
+    ATTENTION_SLOWER,
     FACTOR_BYTES,
     KernelModel,
     KernelTime,
@@ -157,6 +158,24 @@ def kernel_model(curves: Curves, precision: MatmulPrecision) -> KernelModel | No
     """The model of the device's matmuls and attention; None without matmuls at this precision."""
     rates = curves.rates(precision)
     return None if rates is None else KernelModel(rates, curves.matmuls[precision])
+
+
+@lru_cache(maxsize=64)
+def with_backend(curves: Curves, backend: SdpaBackend) -> Curves:
+    """The curves with fused attention by this backend of PyTorch's, from those measured with the
+    backend that PyTorch chooses by itself. In fp32 these are the same.
+    """
+    slower = ATTENTION_SLOWER.get(backend)
+    if slower is None or curves.on_host:
+        return curves
+    matmuls = dict(curves.matmuls)
+    for precision in {ProductPrecision.BF16, ProductPrecision.FP16} & {*matmuls}:
+        slowed = []
+        for matmul in matmuls[precision]:
+            factor = 1.0 if matmul.form is None else slower.get(matmul.form, 1.0)
+            slowed.append(replace(matmul, time_s=factor * matmul.time_s))
+        matmuls[precision] = tuple(slowed)
+    return replace(curves, matmuls=matmuls)
 
 
 def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:

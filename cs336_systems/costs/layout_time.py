@@ -15,7 +15,7 @@ from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
 from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
-from .curves import Curves, interpolated
+from .curves import Curves, interpolated, with_backend
 from .depth import step_by_depth
 from .layout import Layout
 from .layout_memory import EXPERTS, Rank
@@ -71,6 +71,7 @@ class _Work:
 
 def layout_time(rank: Rank, curves: Curves, links: Links) -> LayoutTime:
     """The time of a step of a rank's layout. Raises DepthError if the model's blocks differ."""
+    curves = with_backend(curves, rank.config.model.sdpa_backend)
     return _LayoutTimer(rank, curves, links).time()
 
 

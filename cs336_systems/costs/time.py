@@ -20,7 +20,14 @@ from typing import NamedTuple
 from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
-from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
+from .curves import (
+    FASTER_LAUNCHES,
+    PASS_SPREAD,
+    SLOWER_LAUNCHES,
+    Curves,
+    interpolated,
+    with_backend,
+)
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
 from .shards import plain
@@ -163,7 +170,7 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
         return None
     if config.is_shared and not is_predictable(config.alone):
         return None
-    return _step_time(as_costed(config), curves)
+    return _step_time(as_costed(config), with_backend(curves, config.model.sdpa_backend))
 
 
 def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -> None:
