@@ -239,7 +239,8 @@ def is_for_fp8(matmul: Matmul) -> bool:
 
 
 def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -> Curves:
-    """Times of a device that reaches as much of its data sheet as the one that was measured.
+    """Times of a device that reaches as much of its data sheet as the one that was measured, or
+    as much more or less of it as published measurements of matmuls say.
 
     Matmuls are absent at precisions whose peak either data sheet lacks.
     """
@@ -252,11 +253,11 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
     matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}
     for precision in ProductPrecision:
         rates = curves.rates(precision)
-        peak, reference = target.peak(precision), source.peak(precision)
-        if rates is not None and peak is not None and reference is not None:
+        faster = target.rate_over(source, precision)
+        if rates is not None and faster is not None:
             like = replace(
                 rates,
-                flops_per_s=rates.flops_per_s * peak / reference,
+                flops_per_s=rates.flops_per_s * faster,
                 bytes_per_s=rates.bytes_per_s / by_memory,
                 multiprocessors=target.multiprocessors,
             )

@@ -64,7 +64,7 @@ class _Work:
     """Seconds of operations."""
 
     step_s: float
-    """The longer of the device's time and the host's."""
+    """The longer of the device's time and the host's, or both if the host waits."""
     attention_s: float
     """Kernels of fused attention."""
 
@@ -94,9 +94,14 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     """
     tensor, context, expert, recipe = layout.tensor, layout.context, layout.expert, layout.fp8
     names, model = Names(axes(alone)), blocks_of_model(alone)
-    width = "d_model" if alone.model_factory is None else str(model.d_model)
     divided = partial(
-        rank_operations, names=names, tensor=tensor, context=context, expert=expert, width=width
+        rank_operations,
+        names=names,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        width="d_model" if alone.model_factory is None else str(model.d_model),
+        factor_bytes=factor_bytes(alone.precision) if layout.shards > 1 else FP32_BYTES,
     )
     blocks: list[dict[Phase, _Work]] = []
     every: list[Operation] = []
@@ -124,14 +129,17 @@ def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) ->
     """The time of operations that the host launches and the device runs."""
     call_s = call_time_s(config, curves)
     device_s = host_s = attention_s = 0.0
+    waits = False
     for operation, count in Counter(operations).items():
         kernel_s = kernel_time(operation, config.precision, curves).time_s
         launches = count * operation.launches
         device_s += launches * (kernel_s + curves.gap_s)
         host_s += launches * operation.host_calls * call_s
+        waits |= operation.waits
         if operation.kind is OperationKind.ATTENTION:
             attention_s += launches * kernel_s
-    return _Work(max(device_s, host_s), attention_s)
+    # a host that waits has launched nothing ahead
+    return _Work(device_s + host_s if waits else max(device_s, host_s), attention_s)
 
 
 class _LayoutTimer:
@@ -142,17 +150,25 @@ class _LayoutTimer:
         self._curves, self._links = curves, links
         layout = rank.layout
         of_kernels = Layout(
-            tensor=layout.tensor, context=layout.context, expert=layout.expert, fp8=layout.fp8
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
+            shard=min(layout.shard, 2),
+            fp8=layout.fp8,
         )
         self._kernels = _kernels(rank.alone, of_kernels, curves)
         self._calls_s: dict[CollectiveCall, float] = {}
-        self._kinds = max(rank.stages, key=self._stage_s)
+        phases_s = [self._phases_of(place) for place in range(len(rank.stages))]
+        slowest = max(range(len(phases_s)), key=lambda place: sum(phases_s[place].values()))
+        self._kinds = rank.stages[slowest]
         """Kinds of the blocks of the slowest stage."""
+        self._phases_s = phases_s[slowest]
+        """Kernels of a micro-batch on it."""
 
     def time(self) -> LayoutTime:
         """All parts of the step's time."""
         layout = self._layout
-        compute_s = sum(self._phases_s().values())
+        compute_s = sum(self._phases_s.values())
         tensor_s = self._tensor_s()
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
@@ -176,25 +192,27 @@ class _LayoutTimer:
         )
 
     def _added_up_s(self) -> float:
-        """Passes that add the gradients of each micro-batch but the first to those before."""
+        """Passes that add the gradients of each micro-batch but the first to those before; with a
+        recipe, weights' matmuls add to these themselves, as Transformer Engine's do.
+        """
+        if self._layout.fp8 is not None:
+            return 0.0
         is_kept = self._layout.shards_parameters
         elements = self._rank.elements(self._kinds, is_kept=is_kept)
         moved_bytes = 3 * FP32_BYTES * elements
         return (self._layout.accumulate - 1) * self._curves.pass_s(moved_bytes)
 
-    def _phases_s(self) -> dict[Phase, float]:
-        """Kernels of a micro-batch on the slowest stage, which is taken to have the head."""
-        kernels = self._kernels
-        return {
-            phase: kernels.outside_s[phase]
-            + sum(kernels.blocks[kind][phase].step_s for kind in self._kinds)
-            for phase in _PHASES
-        }
-
-    def _stage_s(self, kinds: Sequence[int]) -> float:
-        """Kernels of the blocks of a stage in a micro-batch."""
-        blocks = self._kernels.blocks
-        return sum(blocks[kind][phase].step_s for kind in kinds for phase in _PHASES)
+    def _phases_of(self, place: int) -> dict[Phase, float]:
+        """Kernels of a micro-batch on the first stage or the last, which has the head and the loss;
+        lookups of the embedding take next to nothing.
+        """
+        stages, kernels = self._rank.stages, self._kernels
+        is_last = place == len(stages) - 1
+        phases_s = {}
+        for phase in _PHASES:
+            blocks_s = sum(kernels.blocks[kind][phase].step_s for kind in stages[place])
+            phases_s[phase] = blocks_s + is_last * kernels.outside_s[phase]
+        return phases_s
 
     # collectives
 
@@ -291,7 +309,7 @@ class _LayoutTimer:
             return 2 * one_s * (layout.accumulate + layout.pipeline - 1)
         every = layout.chunks * layout.accumulate
         waited = min(layout.chunks_ahead, every)
-        computed_s = self._phases_s()[Phase.FORWARD] / layout.chunks
+        computed_s = self._phases_s[Phase.FORWARD] / layout.chunks
         return 2 * (waited * one_s + (every - waited) * max(0.0, one_s - computed_s))
 
     def _data_s(self) -> tuple[float, float]:
@@ -309,7 +327,7 @@ class _LayoutTimer:
         gradients reduced over all replicas, beside its kernels.
         """
         line = Timeline(Parallel.FSDP.exchange, self._group_s)
-        more_s = line.run(self._stages(gathers, reduces), self._phases_s())
+        more_s = line.run(self._stages(gathers, reduces), self._phases_s)
         return sum(more_s.values())
 
     def _group_s(self, call: CollectiveCall) -> float:

@@ -30,7 +30,7 @@ from .curves import (
 )
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
-from .shards import plain
+from .shards import FP32_BYTES, plain
 from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
 from .traces import as_costed, own_parameters, prepare, require_tape, tape_of
 
@@ -77,6 +77,8 @@ class KernelLaunch:
     kernel_s: float
     """Time that the device needs for each."""
     count: int = 1
+    waits: bool = False
+    """Whether the host waits for the device before it launches the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +281,7 @@ def _replayed(
             host_s=0.0 if is_replayed else operation.host_calls * call_s,
             kernel_s=kernel_factor * kernel_time(operation, config.precision, curves).time_s,
             count=operation.launches,
+            waits=operation.waits,
         )
 
     launches = {phase: [*map(launch_of, launched)] for phase, launched in phases.items()}
@@ -349,9 +352,15 @@ def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> K
 
 
 def factors_of(operation: Operation, precision: Precision) -> ProductPrecision:
-    """The precision of a matmul's factors in a step of this precision: its own, or fp8."""
-    is_fp8 = operation.element_bytes == FP8_BYTES
-    return ProductPrecision.FP8 if is_fp8 else ProductPrecision(precision)
+    """The precision of a matmul's factors in a step of this precision: its own, or fp8, or fp32
+    where autocast leaves a matmul in it, as it does those of experts that run as one kernel.
+    """
+    if operation.element_bytes == FP8_BYTES:
+        return ProductPrecision.FP8
+    is_half = precision in (Precision.BF16, Precision.FP16)
+    if is_half and operation.element_bytes == FP32_BYTES:
+        return ProductPrecision.FP32
+    return ProductPrecision(precision)
 
 
 class KernelSpread(NamedTuple):
@@ -447,6 +456,8 @@ def replay(
     for phase, launches in phases.items():
         for launch in launches:
             host_each_s, kernel_s = launch.host_s, launch.kernel_s
+            if launch.waits and device_s > host_s:
+                host_s = device_s
             for _ in range(launch.count):  # no calls of max, for speed
                 if waits and device_s > host_s:
                     host_s = device_s
@@ -565,4 +576,5 @@ def flops_of(operation: Operation) -> int:
     """FLOPs of matmuls, fused attention in full; those of other operations do not count."""
     if not operation.is_matmul:
         return 0
-    return 2 * operation.multiplications * MATMULS_OF.get(operation.form, 1)
+    matmuls = operation.launches * MATMULS_OF.get(operation.form, 1)
+    return 2 * operation.multiplications * matmuls

@@ -192,6 +192,7 @@ def curves_of(name: str) -> tuple[Curves, str]:
         memory_bandwidth_bytes_per_s=bytes_per_s,
         peak_flops_per_s={one: share * peak for one, peak in device.peak_flops_per_s.items()},
         fp8_peak_flops_per_s=share * (device.fp8_peak_flops_per_s or 0.0),
+        reached={},
     )
     return transferred_curves(measured, device, board), "a like card and the data sheet"
 

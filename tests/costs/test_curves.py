@@ -77,8 +77,8 @@ def test_launches_of_published_hosts_lie_between_the_ends_of_the_interval() -> N
 
 
 def test_backends_of_attention_take_as_long_as_the_attention_study_says() -> None:
-    """From 8,192 tokens on no kernel of the study waits for its launch. The bound is the distance of
-    heads of 64 from those of 128, which one number stands for.
+    """From 8,192 tokens on no kernel of the study waits for its launch. The bound is the distance
+    of heads of 64 from those of 128, which one number stands for.
     """
     curves = load_ceilings(CEILINGS).curves("NVIDIA H200")
     assert curves is not None
