@@ -75,8 +75,8 @@ DATA_SHEETS = Path(__file__).with_name("data_sheets.csv")
 directions), memory in GB, and the GPUs and the network of the manufacturer's usual node (Gbit/s).
 A cell is empty where DeviceSpec has None. What matmuls reached is of the tables that the package
 aiconfigurator-core 0.12.0 (NVIDIA, Apache-2.0) has measured with TensorRT-LLM: the median, over all
-shapes whose sides are at least 4,096, of the rate over that of an H200. Blackwell has no fp32 and tf32, as editions of its data
-sheets disagree.
+shapes whose sides are at least 4,096, of the rate over that of an H200. Blackwell has no fp32 and
+tf32, as editions of its data sheets disagree.
 """
 
 

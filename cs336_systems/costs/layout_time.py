@@ -8,7 +8,7 @@ stages send; gathers and reductions of the state run beside kernels, as in `rank
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from ..config import Parallel, Phase, RunConfig
@@ -17,11 +17,12 @@ from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated, with_backend
 from .depth import step_by_depth
-from .layout import Layout
+from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
 from .rank_operations import rank_operations
 from .ranks_time import Links, Timeline
 from .recipes import casts
+from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
 from .tape import FP8_BYTES, Names, Operation, OperationKind
 from .time import call_time_s, kernel_spread, kernel_time
@@ -103,12 +104,17 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         width="d_model" if alone.model_factory is None else str(model.d_model),
         factor_bytes=factor_bytes(alone.precision) if layout.shards > 1 else FP32_BYTES,
     )
+    if layout.checkpoint == SELECTIVE:  # what runs again is added below
+        alone = replace(alone, checkpoint_blocks=0)
     blocks: list[dict[Phase, _Work]] = []
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
         step = step_by_depth(alone, kind)
         launched = {phase: step.launches[phase].block for phase in _PHASES}
         of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
+        if layout.checkpoint == SELECTIVE:
+            again = run_again(of_phases[Phase.FORWARD])
+            of_phases[Phase.BACKWARD] = [*again, *of_phases[Phase.BACKWARD]]
         blocks.append({phase: _work(of_phases[phase], alone, curves) for phase in _PHASES})
         for operations in of_phases.values():
             every += operations
@@ -118,7 +124,7 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         launched_of_one = step_by_depth(alone).launches[phase]
         of_one = _work(divided(launched_of_one.of_one), alone, curves)
         of_block = blocks[0][phase]
-        if recipe is not None:
+        if recipe is not None or layout.checkpoint == SELECTIVE:
             of_block = _work(divided(launched_of_one.block), alone, curves)
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves).factor
@@ -154,6 +160,7 @@ class _LayoutTimer:
             context=layout.context,
             expert=layout.expert,
             shard=min(layout.shard, 2),
+            checkpoint=layout.checkpoint,
             fp8=layout.fp8,
         )
         self._kernels = _kernels(rank.alone, of_kernels, curves)
@@ -173,7 +180,7 @@ class _LayoutTimer:
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
         if layout.shards_parameters:
-            compute_s += (2 + layout.checkpoint) * self._weight_casts_s()
+            compute_s += (2 + bool(layout.checkpoint)) * self._weight_casts_s()
         data_s, last_s = self._data_s()
         micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
@@ -242,10 +249,13 @@ class _LayoutTimer:
         if self._layout.fp8 is not None:  # inputs and gradients are cast before they are gathered
             gathered_bytes *= FP8_BYTES / factor_bytes(self._rank.alone.precision)
             gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
-        pair_s = gather_s + scatter_s
-        passes = 2 + self._layout.checkpoint
+        of_call_s = 2 * (gather_s + scatter_s)
+        if self._layout.checkpoint:
+            of_call_s += gather_s
+        if self._layout.checkpoint == 1:  # selective ones keep what is scattered
+            of_call_s += scatter_s
         outside = 2  # around the embedding and the head
-        return pair_s * len(self._kinds) * TENSOR_CALLS * passes + outside * outside_s
+        return of_call_s * len(self._kinds) * TENSOR_CALLS + outside * outside_s
 
     def _expert_s(self) -> float:
         """All-to-alls of a micro-batch that bring tokens to the ranks of their experts and back, in
@@ -261,7 +271,7 @@ class _LayoutTimer:
         in_node = layout.neighbours("tensor", node) * layout.neighbours("expert", node)
         one_s = self._links.call_s(call, layout.expert_ranks, in_node)
         blocks = sum(self._has_experts(kind) for kind in self._kinds)
-        return EXPERT_CALLS * (2 + layout.checkpoint) * blocks * one_s
+        return EXPERT_CALLS * (2 + bool(layout.checkpoint)) * blocks * one_s
 
     def _has_experts(self, kind: int) -> bool:
         """Whether a block of this kind has experts that ranks divide."""

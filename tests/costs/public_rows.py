@@ -30,7 +30,7 @@ from cs336.config import (
 )
 from cs336.costs.curves import Curves, transferred_curves
 from cs336.costs.hardware import find_device
-from cs336.costs.layout import Layout
+from cs336.costs.layout import SELECTIVE, Layout
 from cs336.costs.layout_cost import layout_cost
 from cs336.costs.memory import predicted_peak_bytes
 from cs336.costs.networks import links_of
@@ -62,6 +62,7 @@ FILES = {
 """Configuration files of models with experts, by the rows' names."""
 RECIPES = {"fp8": Recipe.TENSOR, "mxfp8": Recipe.MX}
 """Recipes of rows whose blocks are in fp8; what is said to be fp8 has one scale a tensor."""
+CHECKPOINTS = {"full": 1, "selective": SELECTIVE}
 COLUMNS = (
     *("name", "context", "micro_batch", "accumulate", "hardware", "gpus", "precision", "layout"),
     *("published", "foretold", "error_percent", "low", "high", "inside"),
@@ -86,8 +87,6 @@ def why_not_asked(row: Row) -> str:
         return "experts of a model without a configuration file here"
     if row["precision"] not in (*RECIPES, "bf16", "fp32"):
         return f"matmuls in {row['precision']}"
-    if row["checkpoint"] == "selective":
-        return "selective checkpoints"
     if not row["experts"] and int(row["d_head"]) * int(row["heads"]) != int(row["d_model"]):
         return "heads that are not d_model wide together"
     return ""
@@ -140,7 +139,7 @@ def layout_of(row: Row) -> Layout:
         "chunks": int(row["chunks"]),
         "micro_batch": int(row["micro_batch"]),
         "accumulate": int(row["accumulate"]),
-        "checkpoint": int(row["checkpoint"] == "full"),
+        "checkpoint": CHECKPOINTS.get(row["checkpoint"], 0),
         "fp8": RECIPES.get(row["precision"]),
     }
     ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
@@ -149,13 +148,16 @@ def layout_of(row: Row) -> Layout:
         # experts are divided by ranks of tensor groups too, and all else by the optimizer's shards
         numbers["expert"] = max(1, int(row["expert_parallel"]) // numbers["tensor"])
         return Layout(**numbers, shard=replicas // numbers["expert"], stage=1)
-    if row["shard"] == "optimizer only" or int(row["context_parallel"]) > 1:
+    # Megatron's ranks of a context divide the optimizer's state alone
+    is_alone = row["shard"] == "1" and int(row["context_parallel"]) > 1
+    if row["shard"] == "optimizer only" or is_alone:
         return Layout(**numbers, shard=replicas, stage=1)
     if row["shard"] == "gradients too":
         return Layout(**numbers, shard=replicas, stage=2)
     if not row["shard"].isdigit():
         return Layout(**numbers, data=replicas)
-    shards = min(int(row["shard"]), replicas)
+    # a row counts the ranks that share a context among its shards
+    shards = min(int(row["shard"]) // int(row["context_parallel"]), replicas)
     return Layout(**numbers, shard=shards, data=replicas // shards)
 
 
