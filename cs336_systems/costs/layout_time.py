@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import exp, hypot, log
 
 from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
@@ -25,7 +26,7 @@ from .recipes import casts
 from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
 from .tape import FP8_BYTES, Names, Operation, OperationKind
-from .time import call_time_s, kernel_spread, kernel_time
+from .time import DEVICE_SPREAD, STEP_SPREAD, call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD)
@@ -85,7 +86,7 @@ class _Kernels:
     outside_s: Mapping[Phase, float]
     """Seconds of the embedding, the head and the loss."""
     spread: float
-    """Nine of ten steps take between the time divided and multiplied by this."""
+    """Nine of ten take between their time divided and multiplied by this."""
 
 
 @lru_cache(maxsize=4096)
@@ -127,7 +128,7 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         if recipe is not None or layout.checkpoint == SELECTIVE:
             of_block = _work(divided(launched_of_one.block), alone, curves)
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
-    spread = kernel_spread(every, alone.precision, curves).factor
+    spread = kernel_spread(every, alone.precision, curves, step_spread=1.0).factor
     return _Kernels(tuple(blocks), outside_s, spread)
 
 
@@ -195,8 +196,16 @@ class _LayoutTimer:
             exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
-            spread=self._kernels.spread,
+            spread=exp(hypot(log(self._kernels.spread), log(self._step_spread))),
         )
+
+    @property
+    def _step_spread(self) -> float:
+        """How far the step is off beside its kernels. Of several GPUs the slowest decides, and
+        ceilings that come with the program are of other ones.
+        """
+        is_elsewhere = self._curves.is_shipped and self._layout.gpus > 1
+        return STEP_SPREAD if self._curves.is_measured and not is_elsewhere else DEVICE_SPREAD
 
     def _added_up_s(self) -> float:
         """Passes that add the gradients of each micro-batch but the first to those before; with a

@@ -26,7 +26,8 @@ def run_again(forward: Iterable[Operation]) -> list[Operation]:
     """The operations that backward runs again: none from the last matmul on, whose result it does
     not need.
     """
-    again, before_matmul = [], 0
+    again: list[Operation] = []
+    before_matmul = 0
     for operation, is_kept in _kept(forward):
         if operation.is_matmul:
             before_matmul = len(again)

@@ -372,9 +372,10 @@ class KernelSpread(NamedTuple):
 
 
 def kernel_spread(
-    launched: Iterable[Operation], precision: Precision, curves: Curves
+    launched: Iterable[Operation], precision: Precision, curves: Curves, step_spread: float = 0.0
 ) -> KernelSpread:
-    """How sure the time of these operations is.
+    """How sure the time of these operations is, of a step that differs from its kernels by
+    `step_spread`; by default as steps on one device do.
 
     Kernels of one form are off together, so that their errors add up; those of different forms are
     not, so that the squares do.
@@ -389,7 +390,7 @@ def kernel_spread(
         errors_s[kind] += total_s * log(time.high_s / time.low_s) / 2
         if time.is_extrapolated:
             extrapolated_s += total_s
-    spread = STEP_SPREAD if curves.is_measured else DEVICE_SPREAD
+    spread = step_spread or (STEP_SPREAD if curves.is_measured else DEVICE_SPREAD)
     if not all_s:
         return KernelSpread(spread, 0.0)
     error = hypot(log(spread), *(error_s / all_s for error_s in errors_s.values()))

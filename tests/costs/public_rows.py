@@ -37,6 +37,7 @@ from cs336.costs.networks import links_of
 from cs336.costs.ranks_time import predicted_time
 from cs336.costs.recipes import Recipe
 from cs336.costs.tape import Form
+from cs336.costs.time import prepare_forecasts
 from cs336.costs.traces import one_tracer
 from cs336.report.formats import to_csv
 from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
@@ -94,9 +95,9 @@ def why_not_asked(row: Row) -> str:
 
 def model_of(row: Row) -> ModelConfig:
     """The model of a row: gated ones are of architecture cs336, others of gpt2."""
-    if row["experts"]:  # its configuration file says the rest
-        usual = SIZES["small"]
-        return replace(usual, context_length=int(row["context"]), attention=Attention.SDPA)
+    if has_file(row):  # its configuration file says the rest
+        attention = Attention.NAIVE if row["attention"] == "naive" else Attention.SDPA
+        return replace(SIZES["small"], context_length=int(row["context"]), attention=attention)
     backend = SdpaBackend.AUTO
     if row["attention"] in ("flash", "triton"):
         backend = SdpaBackend.FLASH
@@ -111,15 +112,28 @@ def model_of(row: Row) -> ModelConfig:
         num_layers=int(row["layers"]),
         num_heads=int(row["heads"]),
         num_kv_heads=kv_heads if kv_heads < int(row["heads"]) else 0,
-        attention=Attention.NAIVE if row["attention"] == "naive" else Attention.SDPA,
+        attention=Attention.SDPA,
         sdpa_backend=backend,
     )
 
 
-def file_of(row: Row, folder: Path) -> str:
-    """The model of a row with experts: its configuration file, with as many layers as the row
-    says.
+def has_file(row: Row) -> bool:
+    """Whether the model of a row is asked by a configuration file of transformers: with experts,
+    or since transformers' own model ran, with naive attention and dropout.
     """
+    return bool(row["experts"]) or row["attention"] == "naive"
+
+
+def file_of(row: Row, folder: Path) -> str:
+    """The configuration file of a row's model, with as many layers as the row says."""
+    if not row["experts"]:
+        path = folder / f"gpt2_{row['layers']}_{row['d_model']}.json"
+        names = {"layers": "n_layer", "d_model": "n_embd", "heads": "n_head", "vocab": "vocab_size"}
+        own: dict[str, Any] = {name: int(row[column]) for column, name in names.items()}
+        path.write_text(
+            json.dumps({"model_type": "gpt2", "n_positions": int(row["context"])} | own)
+        )
+        return f"hf:{path}"
     name = FILES[row["name"].lower()]
     values = json.loads((CONFIGURATIONS / f"{name}.json").read_text())
     path = folder / f"{name}_{row['layers']}.json"
@@ -256,7 +270,7 @@ def config_of(row: Row, folder: Path) -> RunConfig:
         precision=Precision.BF16 if row["precision"] in RECIPES else Precision(row["precision"]),
         optimizer=OptimizerKind.FUSED,
         batch_size=int(row["micro_batch"]),
-        model_factory=file_of(row, folder) if row["experts"] else None,
+        model_factory=file_of(row, folder) if has_file(row) else None,
     )
     if row["attention"] == "naive" and row["gpus"] != "1":
         return replace(config, parallel=Parallel.DDP, ranks=int(row["gpus"]))
@@ -270,6 +284,7 @@ def seconds_of(
     name = BOARDS.get(row["hardware"], (row["hardware"],))[0]
     links, _ = links_of(name, find_device(name), {}, gpus=layout.gpus)
     if row["attention"] == "naive":
+        prepare_forecasts([config], of_users=True)
         time, peak_bytes = predicted_time(config, curves, links), predicted_peak_bytes(config)
         if time is None or time.low_s is None or time.high_s is None:
             return "the step is not foretold"
