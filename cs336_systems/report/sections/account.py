@@ -585,7 +585,9 @@ def _checkpoints_tables(config: RunConfig) -> Iterator[Table]:
     )
     note = (
         f"N is {config.model.num_layers} blocks, s the input of a block, A all that it keeps. "
-        "--checkpoint-blocks runs the first three; nested checkpoints are not run here."
+        "--checkpoint-blocks runs the first three; nested checkpoints are not run here, and "
+        "neither are selective ones, which also keep r, the results of attention and of every "
+        "second linear layer, and run a part of each block again."
     )
     yield make_table("Activations of the blocks with checkpoints", columns, rows, [note])
 
