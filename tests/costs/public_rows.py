@@ -188,7 +188,9 @@ def assumed(row: Row) -> str:
     if row["compile"] != "no":
         words.append("eager")
     if row["experts"]:
-        words.append("tokens sorted by transformers' own passes")
+        words.append("tokens sorted by transformers' own passes, and sent once for each expert")
+    if row["compile"] == "fused kernels" and row["tensor"] != "1":
+        words.append("no collective of tensor groups beside its matmul")
     return ", ".join(words)
 
 
