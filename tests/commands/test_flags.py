@@ -433,7 +433,9 @@ def test_a_flag_that_an_own_model_does_not_take_is_refused(
 @pytest.mark.usefixtures("gpu")
 def test_fast_is_the_same_step_chosen_by_rule() -> None:
     fast = one("--size xl --fast --batch-size 2 --seed 3")
-    assert fast == fastest(one("--size xl --batch-size 2 --seed 3"), H100.name)
+    compiled = one("--size xl --fast --batch-size 2 --seed 3 --compile default")
+    assert compiled == fastest(one("--size xl --batch-size 2 --seed 3"), H100.name)
+    assert fast == compiled.with_defaults("compile", "compile_blocks")
     assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.BF16, True, True)
     assert (fast.model.d_model, fast.batch_size, fast.seed, fast.mode) == (1600, 2, 3, Mode.TRAIN)
     assert one("--fast --memory").profiler is Profiler.MEMORY

@@ -4,14 +4,16 @@ be used here.
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ...config import SETTINGS, Device, RunConfig
@@ -167,6 +169,40 @@ def forget_answer(module: str) -> None:
     """
     with contextlib.suppress(OSError):
         _kept_answer(module).unlink()
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Context for importing a package: its functions are left as they are where torch.compile is to
+    compile or avoid them, unless that is imported already.
+
+    QuACK decorates some of its functions so, and each decorator would import torch.compile, which
+    takes longer than the package. The fast model calls these functions within operators only, into
+    which torch.compile does not look. The garbage collector is off: it would look again and again
+    at all that is imported.
+    """
+    import torch
+
+    def as_it_is(function: Any = None, *, recompile_limit: int | None = None, **_: Any) -> Any:
+        """The function, or a decorator that returns it; QuACK looks for the named parameter."""
+        del recompile_limit
+        return (lambda decorated: decorated) if function is None else function
+
+    decorators: list[tuple[Any, str]] = []
+    if "torch._dynamo" not in sys.modules:
+        decorators = [(torch, "compile"), (torch.compiler, "disable")]
+    before = [getattr(*decorator) for decorator in decorators]
+    collects = gc.isenabled()
+    gc.disable()
+    for decorator in decorators:
+        setattr(*decorator, as_it_is)
+    try:
+        yield
+    finally:
+        for decorator, function in zip(decorators, before, strict=True):
+            setattr(*decorator, function)
+        if collects:
+            gc.enable()
 
 
 def check_packages(config: RunConfig) -> None:
