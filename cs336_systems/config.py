@@ -1077,6 +1077,17 @@ class RunConfig:
         return is_fast or has_checkpoints or self.pad_vocabulary > 1
 
     @property
+    def has_nothing_to_compile(self) -> bool:
+        """Whether the blocks are matmuls and ready kernels alone, and graphs launch them.
+
+        torch.compile would fuse nothing there, and importing it and compiling take seconds. In fp8
+        it fuses the scales, and with checkpoints the residual additions. Steps of several ranks
+        were measured with compiled blocks only.
+        """
+        has_more = self.fp8 or self.checkpoint_blocks or self.is_shared
+        return self.fused_blocks and self.cuda_graph and not has_more
+
+    @property
     def is_shared(self) -> bool:
         """Whether ranks share each step; one rank alone can too, and then exchanges with itself."""
         return self.parallel is not Parallel.NONE

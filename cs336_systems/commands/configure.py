@@ -24,7 +24,7 @@ from ..config import (
 )
 from ..measure.inputs import check_factory, parameters_of
 from ..measure.nvml import alike, visible_gpus
-from ..model.fast.choose import describe_fast, fastest, has_nothing_to_compile, missing_packages
+from ..model.fast.choose import describe_fast, fastest, missing_packages
 from ..model.fast.packages import check_packages
 from ..model_file import is_model_file, longest_context
 from ..settings import flag_of
@@ -288,7 +288,7 @@ def make_fast_config(
         keeps_graph = bool(asked.get("cuda_graph"))
         fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=keeps_graph)
     is_asked = "compile" in asked or asked.get("compile_blocks")
-    if has_nothing_to_compile(fast) and not is_asked:
+    if fast.has_nothing_to_compile and not is_asked:
         return fast.with_defaults("compile", "compile_blocks")
     return fast
 

@@ -132,17 +132,6 @@ def _of_fast_model(
     }
 
 
-def has_nothing_to_compile(config: RunConfig) -> bool:
-    """Whether the blocks of this step are matmuls and ready kernels alone, and graphs launch them.
-
-    torch.compile would fuse nothing there, and importing it and compiling take seconds. In fp8 it
-    fuses the scales, and with checkpoints the residual additions. Steps of several ranks were
-    measured with compiled blocks only.
-    """
-    has_more = config.fp8 or config.checkpoint_blocks or config.is_shared
-    return config.fused_blocks and config.cuda_graph and not has_more
-
-
 def has_bf16(device_name: str | None) -> bool:
     """Whether the GPU computes in bf16; an unknown GPU is assumed to be recent, so that it does."""
     device = None if device_name is None else find_device(device_name)
