@@ -116,8 +116,9 @@ def compiled() -> Iterator[RunConfig]:
     """Steps under torch.compile whose tapes come with the program: measured ones, and presets."""
     for runs in committed_runs():
         for record in load_records(runs)[0]:
-            if is_compiled(record.config) and not why_refused(record.config):
-                yield record.config
+            alone = record.config.alone
+            if is_compiled(alone) and not why_refused(alone):
+                yield alone
     sizes = {
         Precision.FP32: ("small", "medium", "large", "xl"),
         Precision.BF16: ("small", "medium"),

@@ -29,7 +29,7 @@ from ..config import (
 )
 from .allocator import ROUND_BYTES, CachingAllocator, round_up
 from .tape import Category, Tape, TensorSpec
-from .traces import as_costed, has_tape, tape_of
+from .traces import as_costed, has_tape, tape_of, why_untraced
 
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
@@ -75,7 +75,7 @@ class MemoryPrediction:
     """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int | None
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released; None of a compiled step, as inductor reserves more when it times kernels.
+    released; None of a compiled step in CUDA graphs, whose pools keep segments apart.
     """
     start_bytes: int
     """Allocated when a step begins."""
@@ -152,17 +152,40 @@ def residual_stream_bytes(config: RunConfig) -> int:
 
 
 def is_predictable(config: RunConfig) -> bool:
-    """Whether the step's tensors, and so its memory, are known from its configuration."""
+    """Whether the tensors of the eager step, and so its memory, are known from its
+    configuration.
+    """
+    return config == config.without_shortcuts and not _why_not_eager(config) and has_tape(config)
+
+
+def why_not_predicted(config: RunConfig) -> str:
+    """Why the memory of a step that is not compiled as a whole is not predicted; empty if it is."""
+    if config == config.without_shortcuts:
+        reason = _why_not_eager(config)
+    elif config.is_shared:
+        reason = f"on {config.ranks} ranks only eager steps are traced, and this one has shortcuts"
+    elif not is_fast_step(config):
+        reason = "of steps with shortcuts only the whole of --fast, without checkpoints, is traced"
+    else:
+        reason = ""
+    if reason or has_tape(config):
+        return reason
+    return why_untraced(config) or "the step cannot be traced here"
+
+
+def _why_not_eager(config: RunConfig) -> str:
+    """Which setting of an eager step is the reason that it is not traced; empty without one."""
     half = config.precision in (Precision.BF16, Precision.FP16)
-    refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    return (
-        config == config.without_shortcuts
-        and not refused
-        and config.parallel is not Parallel.OWN
-        and config.own_optimizer is None
-        and config.model.num_layers <= MAX_LAYERS
-        and has_tape(config)
-    )
+    if config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half:
+        backend = config.model.sdpa_backend
+        return f"{backend} attention computes in bf16 and fp16, and not in {config.precision}"
+    if config.parallel is Parallel.OWN:
+        return "the ranks share the step in your own way"
+    if config.own_optimizer is not None:
+        return "the optimizer is your own"
+    if config.model.num_layers > MAX_LAYERS:
+        return f"models of at most {MAX_LAYERS} layers are traced"
+    return ""
 
 
 def is_fast_step(config: RunConfig) -> bool:

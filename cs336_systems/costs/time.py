@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
+from .compiled import compiled_tape, has_compiled_kernels, uncompiled
 from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
@@ -154,14 +155,18 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     Of a step on several ranks these are the kernels of one rank, without any communication. Each
     call of the host is assumed to take as long as one launch (`host_calls`).
 
-    None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts,
-    except, on one rank, CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
-    whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
-    precisions in which no matmul, or none that is large enough, was measured.
+    None for what is not predicted: eager steps that `predict_memory` does not predict; compiled
+    ones that `predict_compiled_memory` does not, or whose tapes are not at hand, as compiling takes
+    half a minute, or that several ranks share, as what the wrappers of ranks make the host do
+    between compiled parts is not known; other shortcuts, except CUDA graphs alone and all of
+    `--fast` together; tokens from a file; fp16, whose gradient scaler waits for the device; the
+    math backend of PyTorch's attention; and precisions in which no matmul, or none that is large
+    enough, was measured.
     """
-    if not has_known_kernels(config.alone, curves):
+    alone = config.alone
+    if not has_known_kernels(alone, curves):
         return None
-    if config.is_shared and not is_predictable(config.alone):
+    if config.is_shared and not (is_predictable(alone) or is_predictable_fast(alone)):
         return None
     return _step_time(as_costed(config), curves)
 
@@ -208,7 +213,11 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
         config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     )
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(config.without_graph) or is_predictable_fast(config)
+    is_known = (
+        is_predictable(config.without_graph)
+        or is_predictable_fast(config)
+        or has_compiled_kernels(config)
+    )
     return not refused and is_known and has_large_matmuls(config, curves)
 
 
@@ -221,8 +230,8 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
     model = config.model
     if config.model_factory is None:
         needed = config.batch_size * model.context_length * model.d_model * model.d_ff
-    elif is_predictable(config):
-        needed = max((matmul.multiplications for matmul in _matmuls(config)), default=0)
+    elif is_predictable(eager := uncompiled(config)):
+        needed = max((matmul.multiplications for matmul in _matmuls(eager)), default=0)
     else:
         return False
     needed_precisions: list[MatmulPrecision] = [config.precision]
@@ -299,7 +308,8 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
-    tape = tape_of(config.alone)
+    alone = config.alone
+    tape = compiled_tape(alone) if has_compiled_kernels(alone) else tape_of(alone)
     phases: dict[Phase, list[Operation]] = {}
     for phase, _, (first, stop) in phases_of(tape, -1):
         if phase is not Phase.STEP and first < stop:

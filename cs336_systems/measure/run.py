@@ -183,10 +183,13 @@ class Progress:
 
 def _by_phase(steps: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:
     """Times of each phase that any of the steps has, 0 in those that do not have it."""
-    phases = [phase for phase in Phase if any(phase in times_s for times_s in steps)]
-    return tuple(
-        Measurement(phase, tuple(times_s.get(phase, 0.0) for times_s in steps)) for phase in phases
-    )
+    timed = set[Phase]().union(*steps)
+    measurements = []
+    for phase in Phase:
+        if phase in timed:
+            times_s = [phases_s.get(phase, 0.0) for phases_s in steps]
+            measurements.append(Measurement(phase, tuple(times_s)))
+    return tuple(measurements)
 
 
 def measure(
@@ -239,22 +242,15 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     if model is None and (lacking := lacking_memory(config)) is not None:
         raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
-    if config.expandable_segments:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    torch.manual_seed(config.seed)
-    set_annotator(annotator_of(config))
-    if torch.cuda.is_initialized():
-        _forget_earlier_runs()
-    with compilers_told(config), waits.waiting_for("making the model"):
-        step = TrainingStep(config, model, rank)
+    step = _make_step(config, model, rank)
     compiled_before = step.compilation()
-    # after a user's own module, which may have set another, has been imported
-    apply_math_mode(config.precision)
-    progress.step, progress.watch = step, (watch := Watch(step, progress.profile))
-    is_counted = monitor is not None and config.profiler is Profiler.NONE
-    activity = ActivityMonitor(progress.gpu.uuid if progress.gpu and is_counted else None)
-    clock = watch.clock(make_clock(config))
+    watch = Watch(step, progress.profile)
+    progress.step, progress.watch = step, watch
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
+    is_counted = monitor is not None and config.profiler is Profiler.NONE
+    gpu = progress.gpu if is_counted else None
+    activity = ActivityMonitor(None if gpu is None else gpu.uuid)
+    clock = watch.clock(make_clock(config))
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
@@ -275,8 +271,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             energy_before = monitor.energy_j() if monitor else None
             graphs = step.compiled_graphs()
             memory_before = reset_memory() if config.device is Device.CUDA else None
-            of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
-            with annotate(Range.MEASURE), of_rank:
+            with annotate(Range.MEASURE), _range_of_rank(config, rank):
                 _meet_under_nsys(config, "begin")
                 _time(step, clock, progress, activity)
                 _meet_under_nsys(config, "end")
@@ -303,6 +298,26 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         telemetry=telemetry,
         activity=activity.activity(),
     )
+
+
+def _make_step(config: RunConfig, model: nn.Module | None, rank: int) -> TrainingStep:
+    """Set PyTorch up as the configuration asks, and make the step that is measured."""
+    if config.expandable_segments:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.manual_seed(config.seed)
+    set_annotator(annotator_of(config))
+    if torch.cuda.is_initialized():
+        _forget_earlier_runs()
+    with compilers_told(config), waits.waiting_for("making the model"):
+        step = TrainingStep(config, model, rank)
+    # after a user's own module, which may have set another, has been imported
+    apply_math_mode(config.precision)
+    return step
+
+
+def _range_of_rank(config: RunConfig, rank: int) -> contextlib.AbstractContextManager[None]:
+    """The range that names this rank in a profile; none around a step of one process."""
+    return annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
 
 
 def _forget_earlier_runs() -> None:

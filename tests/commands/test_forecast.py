@@ -118,6 +118,7 @@ def errors_on(
     device: str, limit: StepLimit | None = None, shapes: Shapes | None = None
 ) -> list[dict[str, str]]:
     rows = [row for row in committed_errors() if row["device_name"] == device]
+    rows = [row for row in rows if row["compiled"] == "False"]
     rows = [row for row in rows if limit is None or row["limit"] == limit]
     return [row for row in rows if shapes is None or row["shapes"] == shapes]
 
@@ -180,6 +181,18 @@ def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -
         if row["predicted_limit"] == StepLimit.LAUNCHES:
             most = 50
         assert abs(float(row["step_error"])) <= most
+
+
+def test_the_committed_errors_of_compiled_steps_are_within_the_bounds_that_were_set() -> None:
+    """Of one rank. The worst are of a GPU that was throttled, whose eager steps are foretold too
+    short too; blocks that the host of two ranks calls one by one take it longer than is known.
+    """
+    rows = [row for row in committed_errors() if row["compiled"] == "True"]
+    kept = [row for row in rows if row["shapes"] == Shapes.UNMEASURED and row["ranks"] == "1"]
+    sizes = [abs(float(row["step_error"])) for row in kept]
+    assert len(sizes) >= 23
+    assert statistics.median(sizes) <= 6
+    assert max(sizes) <= 16
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -223,6 +223,10 @@ class LedgerTimes(Timed):
     """Size of an element of a matmul's factors."""
     calls: Count
     """How often these kernels ran, one after the other."""
+    counted_s: Time
+    """The part of `total_s` that no other row has, where kernels of several streams run at once:
+    the rows of a ledger and the time without a kernel add up to the steps.
+    """
     flops: Count | None
     """FLOPs of all calls; of causal attention those that its mask leaves."""
     bytes: Count | None

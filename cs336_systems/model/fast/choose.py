@@ -140,12 +140,15 @@ def has_bf16(device_name: str | None) -> bool:
 
 def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
     """What a step chosen by --fast does without because a package cannot be used, and why."""
+    if fast.device is Device.CPU or fast.model_factory is not None:
+        return
     model = fast.model
     if model.sdpa_backend is best_sdpa_backend(model, fast.device, device_name):
         fast = replace(fast, model=replace(model, sdpa_backend=SdpaBackend.AUTO))
-    ideal = fastest(fast, device_name, lambda _: True)
+    # only the settings of packages are read: checkpoints that were chosen since may exclude others
+    ideal = _of_fast_model(fast, fast.precision, device_name, lambda _: True)
     for name, package in OF_PACKAGE.items():
-        if not getattr(ideal, name) or getattr(fast, name):
+        if not ideal[name] or getattr(fast, name):
             continue
         why = packages.why_unusable(package)
         if why is not None:

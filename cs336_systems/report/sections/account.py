@@ -48,12 +48,14 @@ CSV_COLUMNS = (
 )
 CollectiveTimes = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
-NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 BALANCED = (
     "Which experts a token chooses is data: each expert is taken to be chosen as often as any "
     "other."
 )
-NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
+NOT_SEARCHED = (
+    "Of a compiled step the largest batch and the longest context are not searched: the compiler "
+    "chooses kernels by sizes, so that each would be compiled, about half a minute."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,13 +195,14 @@ def account_answer(account: Account) -> Iterator[str]:
 def _why_no_time(account: Account) -> str:
     """Why the time of the step on a known device is not foretold."""
     config, curves = account.config, account.curves
-    if is_compiled(config):
-        return "kernels of compiled steps have no times"
+    if reason := why_not_foretold(config):
+        return reason
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
     if config.is_shared and account.links is None:
         return account.link_source
-    return "the step has settings of which no times are known"
+    reason = "" if is_compiled(config) else memory.why_not_predicted(config)
+    return reason or "a kernel of the step has no time"
 
 
 def _interval(time: TimePrediction) -> str:
@@ -355,10 +358,9 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
         note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
     notes = [note]
-    if reason := why_not_foretold(config):
+    if prediction is None:
+        reason = why_not_foretold(config) or memory.why_not_predicted(config)
         notes.append(f"Memory is not foretold: {reason}.")
-    elif prediction is None:
-        notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
     if active is not None:
         notes.append(BALANCED)
     label, batch = config.label, f"batch {config.batch_size}"
@@ -642,6 +644,8 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
         (f"longest context at batch {config.batch_size:,}", longest),
     ]
     notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
+    if is_compiled(config):
+        notes.append(why_not_foretold(config) or NOT_SEARCHED)
     if longest is not None:
         longer = replace(config, model=replace(config.model, context_length=longest + 1))
         if reason := why_untraced(longer):

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from cs336 import tried_imports
+from cs336.commands.configure import NamedGpu, make_fast_config
 from cs336.config import (
     SIZES,
     Attention,
@@ -301,6 +302,52 @@ def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
         ):
             check_packages(config)
         check_packages(replace(config, device=Device.CPU, cuda_graph=False))
+
+
+def draw_asked(chance):
+    """A step that somebody might ask --fast for."""
+    size = chance.choice(["small", "xl", "2.7B", "8B", "gpt2", "gpt2-xl"])
+    contexts = [512, 1024] if size.startswith("gpt2") else [512, 1024, 8192, 32768]
+    modes = [Mode.TRAIN, Mode.TRAIN, Mode.INFERENCE, Mode.FORWARD_BACKWARD]
+    asked = {
+        "size": size,
+        "context_length": chance.choice(contexts),
+        "batch_size": chance.choice([1, 4, 16]),
+        "mode": chance.choice(modes),
+    }
+    ways = [way for way in Parallel if way is not Parallel.OWN]
+    if asked["mode"] is Mode.TRAIN and chance.random() < 0.7:
+        asked |= {"parallel": chance.choice(ways), "ranks": chance.choice([1, 2, 8])}
+        if asked["parallel"] is Parallel.NONE:
+            asked["ranks"] = 1
+    for switch, share in {"fp8": 0.3, "expandable_segments": 0.2, "cuda_graph": 0.2}.items():
+        if chance.random() < share:
+            asked[switch] = True
+    return asked
+
+
+def test_what_is_chosen_for_little_memory_is_a_step_whose_missing_packages_are_named(monkeypatch):
+    """Checkpoints and expandable segments that the memory asks for are chosen after --fast's own
+    rules, so the same rules must not be put on top of them.
+    """
+    monkeypatch.setattr(packages, "version_of", lambda package: None)
+    chance, with_checkpoints, refused = random.Random(62), 0, 0
+    for _ in range(300):
+        asked = draw_asked(chance)
+        settings = {**asked}
+        gpu = NamedGpu(chance.choice([H200, A100, NEW]), 2**30 * chance.choice([24, 80, 140]))
+        try:
+            fast = make_fast_config(Device.CUDA, asked, gpu, **settings)
+        except ValueError:
+            refused += 1
+            continue
+        with_checkpoints += fast.checkpoint_blocks > 0
+        notes = [*missing_packages(fast, gpu.name)]
+        on_hopper = gpu.name == H200 and fast.fused_blocks
+        assert len(notes) <= len(OF_PACKAGE) * on_hopper, (asked, notes)
+        assert describe_fast(fast)
+    assert with_checkpoints > 30
+    assert refused < 150
 
 
 def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
