@@ -371,17 +371,6 @@ class ShortcutSettings(StepSettings):
         return f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}"
 
     @property
-    def has_nothing_to_compile(self) -> bool:
-        """Whether the blocks are matmuls and ready kernels alone, and graphs launch them.
-
-        torch.compile would fuse nothing there, and importing it and compiling take seconds. In fp8
-        it fuses the scales, and with checkpoints the residual additions. Steps of several ranks
-        were measured with compiled blocks only.
-        """
-        has_more = self.fp8 or self.checkpoint_blocks or self.is_shared
-        return self.fused_blocks and self.cuda_graph and not has_more
-
-    @property
     def needs_fast_model(self) -> bool:
         """Whether a setting asks for what only the fast model can do; fused blocks and fp8 need
         weights cast once.

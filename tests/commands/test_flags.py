@@ -518,7 +518,8 @@ def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [
         True
     ]
-    assert one("--size xl --fast --compile-blocks") == one("--size xl --fast")
+    compiled = one("--size xl --fast --compile default")
+    assert one("--size xl --fast --compile-blocks") == compiled
     assert one("--size xl --fast --sync-phases") == replace(
         one("--size xl --fast"), sync_phases=True
     )

@@ -4,6 +4,7 @@ follows its rule.
 
 import itertools
 import operator
+import random
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
