@@ -116,9 +116,8 @@ def compiled() -> Iterator[RunConfig]:
     """Steps under torch.compile whose tapes come with the program: measured ones, and presets."""
     for runs in committed_runs():
         for record in load_records(runs)[0]:
-            alone = record.config.alone
-            if is_compiled(alone) and not why_refused(alone):
-                yield alone
+            if is_compiled(record.config) and not why_refused(record.config):
+                yield record.config
     sizes = {
         Precision.FP32: ("small", "medium", "large", "xl"),
         Precision.BF16: ("small", "medium"),

@@ -72,6 +72,7 @@ ELSEWHERE = (
     "costs.compiling",
     "costs.on_cuda",
     "costs.operators",
+    "costs.positions",
     "costs.trace",
     "costs.tracing",
     "costs.routing",

@@ -102,7 +102,7 @@ def _deeper_keys(
 ) -> list[OperationKey]:
     """The operations of the deep model."""
     # an operation that updates all parameters is one however many these are
-    if len(one) == len(two):
+    if [key[1] for key in one] == [key[1] for key in two]:
         return [_longer_key(before, after, times) for before, after in zip(one, two, strict=True)]
     return spliced(one, two, times)
 

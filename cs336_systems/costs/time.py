@@ -21,10 +21,17 @@ from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
 from .compiled import compiled_tape, has_compiled_kernels, uncompiled
-from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
+from .curves import (
+    FASTER_LAUNCHES,
+    PASS_SPREAD,
+    SLOWER_LAUNCHES,
+    Curves,
+    interpolated,
+    with_backend,
+)
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
-from .shards import plain
+from .shards import FP32_BYTES, plain
 from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
 from .traces import as_costed, own_parameters, prepare, require_tape, tape_of
 
@@ -71,6 +78,8 @@ class KernelLaunch:
     kernel_s: float
     """Time that the device needs for each."""
     count: int = 1
+    waits: bool = False
+    """Whether the host waits for the device before it launches the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +177,7 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
         return None
     if config.is_shared and not (is_predictable(alone) or is_predictable_fast(alone)):
         return None
-    return _step_time(as_costed(config), curves)
+    return _step_time(as_costed(config), with_backend(curves, config.model.sdpa_backend))
 
 
 def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -> None:
@@ -281,6 +290,7 @@ def _replayed(
             host_s=0.0 if is_replayed else operation.host_calls * call_s,
             kernel_s=kernel_factor * kernel_time(operation, config.precision, curves).time_s,
             count=operation.launches,
+            waits=operation.waits,
         )
 
     launches = {phase: [*map(launch_of, launched)] for phase, launched in phases.items()}
@@ -352,9 +362,15 @@ def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> K
 
 
 def factors_of(operation: Operation, precision: Precision) -> ProductPrecision:
-    """The precision of a matmul's factors in a step of this precision: its own, or fp8."""
-    is_fp8 = operation.element_bytes == FP8_BYTES
-    return ProductPrecision.FP8 if is_fp8 else ProductPrecision(precision)
+    """The precision of a matmul's factors in a step of this precision: its own, or fp8, or fp32
+    where autocast leaves a matmul in it, as it does those of experts that run as one kernel.
+    """
+    if operation.element_bytes == FP8_BYTES:
+        return ProductPrecision.FP8
+    is_half = precision in (Precision.BF16, Precision.FP16)
+    if is_half and operation.element_bytes == FP32_BYTES:
+        return ProductPrecision.FP32
+    return ProductPrecision(precision)
 
 
 class KernelSpread(NamedTuple):
@@ -366,9 +382,10 @@ class KernelSpread(NamedTuple):
 
 
 def kernel_spread(
-    launched: Iterable[Operation], precision: Precision, curves: Curves
+    launched: Iterable[Operation], precision: Precision, curves: Curves, step_spread: float = 0.0
 ) -> KernelSpread:
-    """How sure the time of these operations is.
+    """How sure the time of these operations is, of a step that differs from its kernels by
+    `step_spread`; by default as steps on one device do.
 
     Kernels of one form are off together, so that their errors add up; those of different forms are
     not, so that the squares do.
@@ -383,7 +400,7 @@ def kernel_spread(
         errors_s[kind] += total_s * log(time.high_s / time.low_s) / 2
         if time.is_extrapolated:
             extrapolated_s += total_s
-    spread = STEP_SPREAD if curves.is_measured else DEVICE_SPREAD
+    spread = step_spread or (STEP_SPREAD if curves.is_measured else DEVICE_SPREAD)
     if not all_s:
         return KernelSpread(spread, 0.0)
     error = hypot(log(spread), *(error_s / all_s for error_s in errors_s.values()))
@@ -450,6 +467,8 @@ def replay(
     for phase, launches in phases.items():
         for launch in launches:
             host_each_s, kernel_s = launch.host_s, launch.kernel_s
+            if launch.waits and device_s > host_s:
+                host_s = device_s
             for _ in range(launch.count):  # no calls of max, for speed
                 if waits and device_s > host_s:
                     host_s = device_s
@@ -568,4 +587,5 @@ def flops_of(operation: Operation) -> int:
     """FLOPs of matmuls, fused attention in full; those of other operations do not count."""
     if not operation.is_matmul:
         return 0
-    return 2 * operation.multiplications * MATMULS_OF.get(operation.form, 1)
+    matmuls = operation.launches * MATMULS_OF.get(operation.form, 1)
+    return 2 * operation.multiplications * matmuls

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..config import Phase
 from .graphs import all_tensors, sorted_nodes
 from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
+from .positions import Positions
 from .routing import Routing
 from .tape import WIDTHS, Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
@@ -110,6 +111,7 @@ class StepTrace:
         self.usual = usual
         """The function for all other operations."""
         self.routing = Routing()
+        self.positions = Positions()
         self.made: list[list[Any]] = []
         """Of each tensor by its handle: category, label, shape, bytes per element, stream."""
         self.events: list[int] = []
@@ -126,10 +128,6 @@ class StepTrace:
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
-        self._positions: dict[int, range] = {}
-        """The values in storages that `arange` has filled, and of sums with these, by their
-        address.
-        """
         self.is_engine_calling = False
         """Whether autograd itself has called the operator that is dispatched, and no other code."""
         self._last_sum: tuple[int, int] | None = None
@@ -299,7 +297,6 @@ class StepTrace:
                 self.tensor(tensor.untyped_storage(), "model", tensor.element_size(), shape)
 
     def _forget(self, key: int) -> None:
-        self._positions.pop(key, None)
         if not self._hands_over(key):
             self._drop(key)
         del self._handles[key], self._watches[key]
@@ -424,7 +421,10 @@ class StepTrace:
         if name == EFFICIENT_ATTENTION:
             outs = outs[:2]  # its seeds are on the host
         self.routing.note(name, ins, args, outs)
-        self._follow_positions(name, args, outs)
+        try:
+            self.positions.follow(name, args, outs)
+        except IndexError as error:
+            raise IndexError(f"{self.place}{error}") from None
         first_new = len(self.made)
         copies = self._copies(ins[: COPIED.get(name, 0)])
         handles = self._add_results(name, ins, outs)
@@ -481,46 +481,6 @@ class StepTrace:
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
         is_own = self.names.axes.keys() <= {BATCH}
         return " ".join(map(self.names.product, tensor.shape)) if is_whole and is_own else None
-
-    def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
-        """Know the positions of tokens, which are no data, and refuse those that a table does
-        not have.
-        """
-        if name == "arange" and all(isinstance(bound, int) for bound in args):
-            self._positions[address_of(outs[0].untyped_storage())] = range(*args)
-        elif name == "add" and isinstance(args[1], int):
-            self._shift_positions(args[0], args[1], outs[0])
-        elif name == "embedding":
-            self._check_positions(args[0], args[1:2])
-        elif name == "index":
-            self._check_positions(args[0], args[1])
-        elif name.endswith("_") and args and isinstance(args[0], Tensor):
-            self._positions.pop(address_of(args[0].untyped_storage()), None)
-
-    def _shift_positions(self, positions: Tensor, offset: int, total: Tensor) -> None:
-        """Know the values of `total`, the sum of positions and a number."""
-        values = self._values(positions)
-        shifted = range(values.start + offset, values.stop + offset, values.step)
-        # repeated positions are more elements than values
-        if values and len(shifted) == total.numel():
-            self._positions[address_of(total.untyped_storage())] = shifted
-
-    def _check_positions(self, table: Tensor, indices: Iterable[Tensor | None]) -> None:
-        """Raise IndexError for an index whose values go beyond its axis of the table."""
-        for rows, index in zip(table.shape, indices, strict=False):
-            last = max(self._values(index), default=-1)
-            if last >= rows:
-                raise IndexError(f"{self.place}a table of {rows:,} rows has no position {last:,}")
-
-    def _values(self, tensor: Tensor | None) -> range:
-        """The values from the first to the last of a tensor's; none if they are not known."""
-        if tensor is None:
-            return range(0)
-        values = self._positions.get(address_of(tensor.untyped_storage()), range(0))
-        first = tensor.storage_offset()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = first + sum((size - 1) * stride for size, stride in steps)
-        return values[first : last + 1]
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""

@@ -104,38 +104,43 @@ PHASE_COLOURS = {
     Phase.COMMUNICATION: "#CC79A7",
     Phase.OPTIMIZER: "#009E73",
 }
-"""The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
+"""The palette of Okabe and Ito (2008), which people with any colour vision tell apart. A colour
+stands for one thing on all pictures of a page, so that no class of kernels and no category of
+memory has a phase's colour, unless it is the same thing.
+"""
 CLASS_COLOURS = {
-    KernelClass.MATMUL: "#0072B2",
-    KernelClass.CONVOLUTION: "#CCFFAA",
-    KernelClass.ATTENTION: "#56B4E9",
-    KernelClass.RECURRENCE: "#7010F8",
-    KernelClass.SOFTMAX: "#D55E00",
-    KernelClass.ELEMENT_WISE: "#E69F00",
-    KernelClass.NORMALISATION: "#701C70",
-    KernelClass.REDUCTION: "#009E73",
-    KernelClass.SORT: "#782000",
-    KernelClass.OPTIMIZER: "#F0E442",
-    KernelClass.COPY_AND_FILL: "#6A6A6A",
-    KernelClass.COMMUNICATION: "#222222",
-    KernelClass.OTHER: "#CC79A7",
+    KernelClass.MATMUL: "#4630B0",
+    KernelClass.CONVOLUTION: "#8CC26A",
+    KernelClass.ATTENTION: "#9584E8",
+    KernelClass.RECURRENCE: "#F9D1E5",
+    KernelClass.SOFTMAX: "#7A1A7E",
+    KernelClass.ELEMENT_WISE: "#D3EE9C",
+    KernelClass.NORMALISATION: "#94210D",
+    KernelClass.REDUCTION: "#ED5B14",
+    KernelClass.SORT: "#571110",
+    KernelClass.OPTIMIZER: PHASE_COLOURS[Phase.OPTIMIZER],
+    KernelClass.COPY_AND_FILL: "#736357",
+    KernelClass.COMMUNICATION: PHASE_COLOURS[Phase.COMMUNICATION],
+    KernelClass.OTHER: "#2F6E7A",
 }
 """Colours in the order of drawing; neighbours differ in grey too."""
 CATEGORY_COLOURS = {
-    Category.HELD: "#BBBBBB",
-    Category.PARAMETERS: "#0072B2",
-    Category.BUFFERS: "#CC79A7",
-    Category.OPTIMIZER_STATE: "#009E73",
-    Category.GRADIENTS: "#F0E442",
-    Category.AUTOCAST_COPIES: "#701C70",
-    Category.SAVED: "#56B4E9",
-    Category.EARLIER: "#700407",
-    Category.KEPT: "#8526FC",
-    Category.POOL: "#090416",
-    Category.LATER: "#E69F00",
-    Category.TEMPORARY: "#D55E00",
+    Category.HELD: "#7E7A80",
+    Category.PARAMETERS: "#1B3C8C",
+    Category.BUFFERS: "#8799CA",
+    Category.OPTIMIZER_STATE: "#4C6B16",
+    Category.GRADIENTS: "#7FE3EA",
+    Category.AUTOCAST_COPIES: "#A98B1C",
+    Category.SAVED: "#EAE0B0",
+    Category.EARLIER: "#72200C",
+    Category.KEPT: "#6A2CF0",
+    Category.POOL: "#2A2B2A",
+    Category.LATER: "#F0A98C",
+    Category.TEMPORARY: "#A03A8C",
 }
 """Colours from the bottom of a picture to its top, long-lived categories first."""
+COMPUTING_COLOUR: Final = "#8796A5"
+"""Of all computation together, whatever its phase or class."""
 REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 

@@ -322,7 +322,7 @@ COLUMNS = (
         "best_share": Column(
             "of best",
             "%",
-            "Rate over that of the best product at this precision.",
+            "Rate over that of the best matrix multiplication at this precision.",
             1,
             scale=100,
             derived=True,
@@ -347,7 +347,10 @@ COLUMNS = (
         "bus_gb_per_s": Column(
             "bus", "GB/s", "Bytes that each process of a ring sends, over the time.", derived=True
         ),
-        "ceiling": text_column("ceiling", "What is measured at its best."),
+        "ceiling": text_column(
+            "ceiling",
+            "What is measured at its best; a product is a matrix multiplication in this precision.",
+        ),
         "measured": Column(
             "measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"
         ),

@@ -312,6 +312,43 @@ def names_of(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[s
     return names
 
 
+def short_names_of(rows: Sequence[Identity]) -> list[str]:
+    """A name for each row for a sentence: the columns `ALWAYS`, and as few others as tell the row
+    from all others; the whole name where no few settings do.
+    """
+    shown = distinguishing(rows)
+    names = []
+    for row, name in zip(rows, names_of(rows), strict=True):
+        telling = _telling(row, rows, shown)
+        names.append(" ".join(_word(column, row[column]) for column in telling) or name)
+    return names
+
+
+def _telling(row: Identity, rows: Sequence[Identity], shown: Sequence[str]) -> list[str]:
+    """Of the `shown` columns, in their order, a few that tell the row from all others: again and
+    again the one that leaves the fewest alike. Empty if they cannot, as where a switch that is off
+    has no word.
+    """
+    chosen = {*ALWAYS}
+    words = {column: _word(column, row[column]) for column in shown}
+    while alike := [other for other in rows if other != row and _are_alike(row, other, chosen)]:
+        left = {}
+        for column in words:
+            if words[column] and column not in chosen:
+                number = sum(_are_alike(row, other, {column}) for other in alike)
+                left[column] = (number, words[column] == "none")  # alone that says nothing
+        best = min(left, key=left.__getitem__, default="")
+        if not best or left[best][0] == len(alike):
+            return []
+        chosen.add(best)
+    return [column for column in shown if column in chosen and words[column]]
+
+
+def _are_alike(row: Identity, other: Identity, columns: Collection[str]) -> bool:
+    """Whether two rows have the same values in these columns."""
+    return all(row[column] == other[column] for column in columns)
+
+
 def _word(name: str, value: object) -> str:
     """A setting's value as it stands in the name of a run; empty for a switch that is usually off
     and is off here.

@@ -73,21 +73,21 @@ OF_PROFILES: dict[str, Column] = {
     "of": text_column("of", "Forward, or the whole step."),
     "part": text_column("part", "Scores, softmax or values."),
     "share_of_phase": Column("of phase", "%", "Part of the phase's GPU time.", 4, write=in_percent),
-    "products_ms_per_step": rounded_ms("products", "GPU time of matrix products.", 1),
+    "products_ms_per_step": rounded_ms("matmuls", "GPU time of matrix multiplications.", 1),
     "scores_ms_per_step": rounded_ms("scores", "GPU time of the scores.", 4),
     "values_ms_per_step": rounded_ms("values", "GPU time of the weighted values.", 4),
     "softmax_ms_per_step": rounded_ms("softmax", "GPU time of the softmax."),
     "whole_ms_per_step": rounded_ms("all of attention", "GPU time of all kernels of attention.", 2),
     "time_ratio": Column(
-        "time ratio", "", "Softmax over matrix products, in time.", 3, write=three_digits
+        "time ratio", "", "Softmax over matrix multiplications, in time.", 3, write=three_digits
     ),
     "flops_ratio": Column(
-        "FLOP ratio", "", "Softmax over matrix products, in FLOPs.", 3, write=three_digits
+        "FLOP ratio", "", "Softmax over matrix multiplications, in FLOPs.", 3, write=three_digits
     ),
     "time_per_flop_ratio": Column(
         "time per FLOP",
         "",
-        "Softmax over matrix products, in time per FLOP.",
+        "Softmax over matrix multiplications, in time per FLOP.",
         3,
         write=three_digits,
     ),

@@ -197,6 +197,11 @@ def labels(entries: Sequence[Entry], always: Sequence[str] = identity.ALWAYS) ->
     return identity.names_of(identities_of(entries), always)
 
 
+def short_labels(entries: Sequence[Entry]) -> list[str]:
+    """Short names that tell several entries apart, for a headline; none for a single one."""
+    return identity.short_names_of(identities_of(entries)) if len(entries) > 1 else []
+
+
 def distinct_labels(entries: Sequence[Entry]) -> list[str]:
     """Names that tell several entries apart; none for a single one."""
     return labels(entries) if len(entries) > 1 else []

@@ -137,7 +137,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
 
     return (
-        _Change("tf32", "fp32 products in TF32", on_gpu, {"precision": Precision.TF32}),
+        _Change("tf32", "fp32 matmuls in TF32", on_gpu, {"precision": Precision.TF32}),
         _Change("bf16", "autocast to bf16", True, {"precision": Precision.BF16}),
         _Change(
             "compile",
@@ -148,7 +148,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("attention", f"fused attention ({flash})", ours, fused(flash)),
         _Change(
             "vocabulary",
-            f"vocabulary a multiple of {NICE_VOCABULARY}",
+            f"vocabulary padded to a multiple of {NICE_VOCABULARY}",
             on_gpu and ours and awkward,
             {"pad_vocabulary": NICE_VOCABULARY},
         ),

@@ -19,7 +19,7 @@ from cs336.files import encode_json
 from cs336.measure import nvml
 from cs336.measure.nvml import Gpu
 from cs336.report.words import SHIPPED
-from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
+from cs336.studies.ceilings_rows import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30

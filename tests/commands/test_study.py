@@ -18,13 +18,8 @@ from cs336.measure.nvml import Gpu
 from cs336.record import Status
 from cs336.studies import runner
 from cs336.studies.ceilings_files import load_ceilings
-from cs336.studies.ceilings_records import (
-    CeilingsStudy,
-    ProductCell,
-    ProductPrecision,
-    Shape,
-    Stream,
-)
+from cs336.studies.ceilings_records import CeilingsStudy, ProductPrecision
+from cs336.studies.ceilings_rows import ProductCell, Shape, Stream
 from cs336.studies.operators import Version
 from cs336.studies.precision import accumulation_study
 from cs336.studies.records import read_study
@@ -113,7 +108,7 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(
     printed = capsys.readouterr().out
     for words in (
         "Ceilings of",
-        "Matrix products, fp32",
+        "Matrix multiplications, fp32",
         "Passes over memory",
         "Launches",
         "32 x 32 x 32",

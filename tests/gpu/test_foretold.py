@@ -78,7 +78,7 @@ def test_compiled_steps_are_those_foretold(seed: int) -> None:
         config,
         size="",
         model=replace(config.model, num_layers=8),
-        batch_size=min(config.batch_size, 8),
+        batch_size=min(config.batch_size, 4),
         mode=Mode.TRAIN,
         compile=CompileMode.DEFAULT,
         warmup_steps=5,
@@ -95,8 +95,8 @@ def test_compiled_steps_are_those_foretold(seed: int) -> None:
     ]
     curves = load_ceilings_or_warn(Path("data/ceilings")).curves(record.device_name or "")
     time = None if curves is None else predicted_time(config, curves)
-    measured_s = {phase.phase: median(phase.times_s) for phase in record.measurements}
-    host_s = {phase.phase: median(phase.times_s) for phase in record.host_phases}
+    measured_s = {timed.phase: median(timed.times_s) for timed in record.measurements}
+    host_s = {timed.phase: median(timed.times_s) for timed in record.host_phases}
     print(config.label, pairs, time, measured_s, host_s, sep="\n")
     for expected, measured in pairs:
         assert expected == pytest.approx(measured, rel=0.03)

@@ -1,10 +1,14 @@
 """Charts as PNGs and SVGs: each shows every bar, point, failed run and text of the chart."""
 
 import re
+from itertools import combinations
 from xml.etree import ElementTree
 
+import numpy as np
+import pytest
 from matplotlib.colors import to_hex
 
+from cs336.analysis.kernels.classes import KernelClass
 from cs336.report.charts import (
     CATEGORY_COLOURS,
     CLASS_COLOURS,
@@ -16,6 +20,11 @@ from cs336.report.charts import (
     ink,
 )
 from cs336.report.draw import figure_of, svg_of
+from cs336.report.page.file_glance import LAUNCH_PHASES
+from cs336.report.sections.kernels.bars import COMMUNICATION, EXPOSED
+from cs336.report.sections.kernels.bars import STYLES as STYLES_OF_WORK
+from cs336.report.sections.memory.bars import CATEGORIES
+from cs336.report.sections.steps import PARTS
 from tests.report.drawn import overlaps, texts
 
 STYLES = {
@@ -92,14 +101,80 @@ def test_an_svg_has_each_word_as_text() -> None:
     assert len(svg) < 40_000
 
 
+def to_linear(colour: str) -> np.ndarray:
+    """Red, green and blue by the curve of sRGB."""
+    shares = [value / 255 for value in bytes.fromhex(colour[1:])]
+    return np.array([s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares])
+
+
 def luminance(colour: str) -> float:
     """Relative luminance by WCAG 2."""
-    shares = [value / 255 for value in bytes.fromhex(colour[1:])]
-    red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return float(to_linear(colour) @ (0.2126, 0.7152, 0.0722))
 
 
 def test_words_stand_out_from_the_colours_of_their_bars() -> None:
     for colour in (*CLASS_COLOURS.values(), *CATEGORY_COLOURS.values(), *PHASE_COLOURS.values()):
         low, high = sorted(map(luminance, (ink(colour), colour)))
         assert (high + 0.05) / (low + 0.05) > 3.5
+
+
+TO_CONES = [
+    [0.4122214708, 0.5363325363, 0.0514459929],
+    [0.2119034982, 0.6806995451, 0.1073969566],
+    [0.0883024619, 0.2817188376, 0.6299787005],
+]
+TO_LAB = [
+    [0.2104542553, 0.7936177850, -0.0040720468],
+    [1.9779984951, -2.4285922050, 0.4505937099],
+    [0.0259040371, 0.7827717662, -0.8086757660],
+]
+"""Oklab (Ottosson 2020)."""
+VIEWS = [
+    np.eye(3),
+    np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+]
+"""What people see: all colours, without red cones, and without green ones (Machado et al. 2009)."""
+JUST_SEEN = 0.02
+"""Distance in Oklab of two colours that can just be told apart beside each other."""
+ON_ONE_PAGE = {
+    "a sweep under a profiler": (PARTS, STYLES_OF_WORK, COMMUNICATION),
+    "a trace": (LAUNCH_PHASES, STYLES_OF_WORK),
+    "a sweep with snapshots": (PARTS, CATEGORIES),
+}
+"""The styles of pictures that stand together."""
+ONE_THING = {EXPOSED: str(KernelClass.COMMUNICATION)}
+
+
+def oklab(colour: str, view: np.ndarray) -> np.ndarray:
+    seen = np.clip(view @ to_linear(colour), 0, 1)
+    return np.array(TO_LAB) @ np.cbrt(np.array(TO_CONES) @ seen)
+
+
+@pytest.mark.parametrize("page", ON_ONE_PAGE)
+def test_no_colour_of_a_page_stands_for_two_things_and_nothing_has_two_colours(page) -> None:
+    """Colours in different pictures are not beside each other, so that they are four times as far
+    apart as those that can just be seen to differ; for people who see fewer, once as far.
+    """
+    colours: dict[str, str] = {}
+    for styles in ON_ONE_PAGE[page]:
+        for name, look in styles.items():
+            if not look.pattern:
+                thing = ONE_THING.get(name, str(name))
+                assert colours.setdefault(thing, look.colour) == look.colour, name
+    for view, least in zip(VIEWS, (4 * JUST_SEEN, JUST_SEEN, JUST_SEEN), strict=True):
+        seen = {name: oklab(colour, view) for name, colour in colours.items()}
+        for one, other in combinations(seen, 2):
+            assert np.linalg.norm(seen[one] - seen[other]) > least, (one, other)

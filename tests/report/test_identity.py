@@ -6,6 +6,7 @@ The settings are found in the classes of the configuration, among them ones that
 
 import csv
 import itertools
+import random
 import string
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +15,7 @@ import pytest
 
 from cs336.config import Arch, Mode, ModelConfig, Profiler, RunConfig
 from cs336.report.configurations import step_results
-from cs336.report.identity import file_names, identities, names_of, shared_settings
+from cs336.report.identity import file_names, identities, names_of, shared_settings, short_names_of
 from cs336.report.section import labels
 from cs336.report.sections.kernels import files as kernel_files
 from cs336.report.sections.kernels.entry import Explained
@@ -23,7 +24,7 @@ from cs336.report.sections.memory.tables import sections_of as memory_sections
 from cs336.report.sections.steps import results_table
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
-from tests.report.making import make_record
+from tests.report.making import make_config, make_record
 from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import make_ranks, make_shared
 from tests.report.sections.memory.profiles import make_memory
@@ -224,3 +225,23 @@ def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
 
 
 # Files
+
+
+def test_a_short_name_tells_its_row_from_all_others_by_few_of_the_settings() -> None:
+    """Of rows that differ in many settings, one setting of each row is its own."""
+    rng = random.Random(3)
+    settings = ("batch_size", "warmup_steps", "measured_steps", "seed", "checkpoint_blocks")
+    for _ in range(40):
+        drawn = []
+        for _ in range(rng.randrange(2, 9)):
+            drawn.append(make_config("xl", **{name: rng.randrange(2, 5) for name in settings}))
+        configs = dict.fromkeys(drawn)
+        rows = identities((config, None) for config in configs)
+        short, whole = short_names_of(rows), names_of(rows)
+        assert len({*short}) == len(rows)
+        for name, long in zip(short, whole, strict=True):
+            words = iter(long.split())
+            assert all(word in words for word in name.split()), (name, long)
+    usual, *others = (make_config("xl", seed=seed, batch_size=7 + seed) for seed in range(9))
+    rows = identities((config, None) for config in (usual, *others))
+    assert all(len(name.split()) == 5 for name in short_names_of(rows))

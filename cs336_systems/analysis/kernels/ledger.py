@@ -152,7 +152,7 @@ def _ledger_times(row: _Row, total: _Sums) -> LedgerTimes:
         calls=calls,
         count=total.count,
         total_s=total.time_ns / 1e9,
-        counted_s=total.counted_ns / 1e9,
+        beside_others_s=(total.time_ns - total.counted_ns) / 1e9,
         flops=flops,
         bytes=None if row.bytes is None else calls * row.bytes,
     )

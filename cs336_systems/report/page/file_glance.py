@@ -25,8 +25,8 @@ from .blocks import Bars, Glance, Tile
 
 LAUNCH_PHASES = {
     **{str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()},
-    LaunchPhase.LOSS: Style(colour="#F0E442"),
-    LaunchPhase.WEIGHT_GRADIENTS: Style(colour="#D55E00"),
+    LaunchPhase.LOSS: Style(colour="#2B3A55"),
+    LaunchPhase.WEIGHT_GRADIENTS: Style(colour="#8F6A1E"),
     LaunchPhase.UNATTRIBUTED: Style(colour="#FFFFFF", pattern="/", ink="#6A6A6A"),
 }
 """Style of each phase of launches; those that a clock has too look as they do there."""

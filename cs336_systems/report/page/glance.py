@@ -22,7 +22,7 @@ from ..compared import Compared
 from ..configurations import step_results
 from ..quantities import StepResult
 from ..results import Results
-from ..section import Section, distinct_labels, labels
+from ..section import Section, labels, short_labels
 from ..sections.kernels.bars import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import findings as kernel_findings
@@ -220,7 +220,7 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
     """Headline of a sweep: how long a step takes, how many runs failed and how, and how many steps
     kernel launches limit.
     """
-    told = NamedRows(results, distinct_labels(results))
+    told = NamedRows(results, short_labels(results))
     times = told.range("step_mean_ms", milliseconds)
     text = "No step has a time"
     if times and len(results) == 1:
@@ -255,26 +255,34 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
         return steps, more  # on a CPU nothing else can be the limit
     spans = [entry.span() for entry in entries]
     busy_shares = [{"busy_share": span.busy_share} for span in spans]
-    told = NamedRows(busy_shares, distinct_labels(entries))
-    limits = told.counts(limit_of(entry) or "not known" for entry in entries)
-    what = f"{len(entries)} profiled steps"
+    told = NamedRows(busy_shares, short_labels(entries))
+    limits = told.counts(_limit_in_words(entry) for entry in entries)
+    what = f"{len(entries)} profiled steps are"
     if len(entries) == 1:
-        what = f"the profiled step of {labels(entries)[0]}"
+        what = f"The profiled step of {labels(entries)[0]} is"
     num_profiled = sum(not span.by_clock for span in spans)
     under = ", under the profiler" if num_profiled else ""
     if 0 < num_profiled < len(entries):
         under += f" in {num_profiled} of them"
-    ends = NamedRows(results, distinct_labels(results)).failures() if len(results) > 1 else ""
+    ends = NamedRows(results, short_labels(results)).failures() if len(results) > 1 else ""
     busy = f"The GPU is busy {told.range('busy_share', percent_of)} of the step{under}."
-    text = f"What limits {what}: {', '.join(limits)}{ends}."
+    text = f"{what} limited by {', by '.join(limits)}{ends}."
     return text, f"{busy} {steps.removesuffix(f'{ends}.')}. {more}".strip()
+
+
+def _limit_in_words(entry: Explained) -> str:
+    """What limits the step, as it follows `limited by`."""
+    limit = limit_of(entry)
+    if limit in (None, Limit.ONE_STEP, Limit.DOUBT):
+        return f"what is {limit or 'not known'}"
+    return str(limit)
 
 
 def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> Headline:
     """Headline of memory profiles: the peak of memory of the runs, and which of them ran out of
     memory.
     """
-    told = NamedRows(results, distinct_labels(results))
+    told = NamedRows(results, short_labels(results))
     peaks = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
     ends = told.failures()
     is_first_step = bool(entries) and all(
@@ -295,7 +303,7 @@ def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> 
     more = ""
     if is_first_step:
         first_steps = [{"bytes": entry.profile.peak.allocated_bytes} for entry in entries]
-        told_first = NamedRows(first_steps, distinct_labels(entries))
+        told_first = NamedRows(first_steps, short_labels(entries))
         at_first = told_first.range("bytes", size)
         more = (
             f"The first step peaks at {at_first}: later ones hold the optimizer's state from "
@@ -330,6 +338,14 @@ def _with_doubt(text: str, more: str = "") -> Headline:
     return text, more
 
 
+_REACHING = {
+    "product": "Matrix multiplications reach",
+    "memory": "Passes over memory reach",
+    "bus": "Collectives reach a bus bandwidth of",
+}
+"""The kinds of ceilings, by the last words of their names."""
+
+
 def of_ceilings(sections: Sequence[Section]) -> Headline:
     """Headline of the study of ceilings: rates of matmuls, of passes over memory and of
     collectives; how failed cells ended; and times of launches.
@@ -347,9 +363,11 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
         of_kind, names = reached.setdefault(kind, ([], []))
         of_kind.append(row)
         names.append(name)
-    rates = [f"{kind} {_measured(*named)}" for kind, named in reached.items()]
-    text = f"Reached: {', '.join(rates) or 'nothing that is known'}{ends}."
-    return _with_doubt(text, f"Times: {', '.join(times)}." if times else "")
+    rates = [f"{_REACHING[kind]} {_measured(*named)}" for kind, named in reached.items()]
+    if times:
+        rates.append(f"Times: {', '.join(times)}")
+    answer, *others = rates or ["Nothing is known"]
+    return _with_doubt(f"{answer}{ends}.", " ".join(f"{other}." for other in others))
 
 
 def _measured(rows: Rows, names: Sequence[str]) -> str:
@@ -379,7 +397,7 @@ def of_attention(sections: Sequence[Section]) -> Headline:
     if largest_shapes:
         more = f"The largest shape that was timed: {'; '.join(largest_shapes)}."
     ends = _implementations(rows).failures()
-    return _with_doubt(f"Forward and backward take at the largest shape {known}{ends}.", more)
+    return _with_doubt(f"At the largest shape forward and backward take {known}{ends}.", more)
 
 
 def _implementations(rows: Rows) -> NamedRows:

@@ -13,8 +13,9 @@ async function load(id) { // a library that the page carries with it
 
 const once = (make) => { let made; return () => (made ??= make()); };
 const hasTables = document.getElementById("packed-tables") !== null;
+const isSorted = (block) => hasTables && block.querySelector("tbody").rows.length > 1;
 
-// Tables sort and filter; one that is wider than its box shows so.
+// Tables of several rows sort, and long ones filter; one that is wider than its box shows so.
 
 const known = (text) => text !== "" && text !== null && text !== undefined;
 const byValue = (sign) => (a, b) => known(a) && known(b) ? sign * (a - b) : known(b) - known(a); // what is not known comes last
@@ -27,6 +28,8 @@ const tables = once(async () => {
   return library;
 });
 
+const leastFiltered = 8; // rows: a reader sees fewer at once
+
 async function makeTable(block) {
   const library = await tables(), element = block.querySelector("table"), heads = [...element.tHead.rows[0].cells];
   const table = new library(element, {
@@ -35,6 +38,7 @@ async function makeTable(block) {
     columnDefs: heads.map((head, i) => ({ targets: i, type: head.classList.contains("number") ? "value" : "words" })),
     language: { zeroRecords: "No row has this text.", emptyTable: "There are no rows." },
   });
+  if (table.rows().count() < leastFiltered) return;
   const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter rows" });
   filter.ariaLabel = `Filter the rows of: ${block.querySelector("h3").textContent}`;
   filter.addEventListener("input", () => table.search(filter.value).draw());
@@ -49,7 +53,7 @@ for (const head of document.querySelectorAll("th[title]")) {
   head.dataset.about = head.title;
   head.removeAttribute("title"); // or it would show twice
   head.setAttribute("aria-describedby", "page-about");
-  if (!hasTables) head.tabIndex = 0;
+  if (!isSorted(head.closest(".block"))) head.tabIndex = 0;
 }
 
 function explain(head) {
@@ -96,7 +100,7 @@ document.getElementById("page-theme").addEventListener("click", () => setTheme(d
 const near = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) if (isIntersecting) { near.unobserve(target); makeTable(target); }
 }, { rootMargin: "1000px" });
-if (hasTables) for (const block of document.querySelectorAll(".block.table")) near.observe(block);
+for (const block of document.querySelectorAll(".block.table")) if (isSorted(block)) near.observe(block);
 
 const fit = (box) => box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 2);
 const resized = new ResizeObserver((entries) => { for (const { target } of entries) fit(target.closest(".scroll")); });

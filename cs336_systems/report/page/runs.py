@@ -126,6 +126,18 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
         yield "measured", f"{' to '.join(dict.fromkeys((times[0], times[-1])))} UTC"
     if command := command_in(directory.path):
         yield "command", command
+    yield from _warnings(records)
+
+
+def _warnings(records: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
+    """What each warning means, in the words of the first run that has it."""
+    first: dict[str, str] = {}
+    for record in records:
+        for warning in record.warnings:
+            first.setdefault(
+                f"warning {warning.code}", f"{warning.message} ({record.subject.label})"
+            )
+    yield from sorted(first.items())
 
 
 def _of_file(results: Results) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ holds, what fits.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from ...analysis.memory.profile import Category as Measured
 from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.checkpoints import checkpoint_schedules
@@ -20,7 +21,7 @@ from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
 from ...studies.ceilings_files import REFERENCE
-from ..charts import Bar, Chart, Panel, Style
+from ..charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
@@ -135,24 +136,25 @@ def _charts(account: Account, prediction: memory.MemoryPrediction | None) -> Ite
         yield _of_one_bar("peak", title, config.label, peak, _CATEGORIES)
 
 
-_COLOURS = (
-    "#0072B2",
-    "#CC79A7",
-    "#222222",
-    "#F0E442",
-    "#009E73",
-    "#701C70",
-    "#56B4E9",
-    "#E69F00",
-    "#D55E00",
-    "#782000",
-    "#6A6A6A",
-    "#BBBBBB",
-)
-_CATEGORIES = {
-    str(category): Style(colour=colour) for category, colour in zip(Category, _COLOURS, strict=True)
+_MEASURED = {
+    Category.PARAMETERS: Measured.PARAMETERS,
+    Category.BUFFERS: Measured.BUFFERS,
+    Category.GATHERED: Measured.KEPT,
+    Category.GRADIENTS: Measured.GRADIENTS,
+    Category.OPTIMIZER_STATE: Measured.OPTIMIZER_STATE,
+    Category.WEIGHT_COPIES: Measured.AUTOCAST_COPIES,
+    Category.ACTIVATIONS: Measured.SAVED,
+    Category.LOSS: Measured.LATER,
+    Category.TEMPORARIES: Measured.TEMPORARY,
+    Category.OPTIMIZER_WORKSPACE: Measured.EARLIER,
+    Category.LIBRARY_WORKSPACE: Measured.HELD,
+    Category.UNSPLIT: Measured.POOL,
 }
-"""Style of each category; those that a measured peak has too look as they do there."""
+"""The category of a measured peak whose colour each category has: the same one where there is."""
+_CATEGORIES = {
+    str(category): Style(colour=CATEGORY_COLOURS[measured])
+    for category, measured in _MEASURED.items()
+}
 
 
 def _of_one_bar(
@@ -353,7 +355,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    note = "FLOPs are those of matrix products, attention in full unless said."
+    note = "FLOPs are those of matrix multiplications, attention in full unless said."
     if prediction is not None:
         how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
         note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
@@ -438,8 +440,9 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         column("flops_per_byte", drop_order=0, write=rounded),
     ]
     notes = [
-        "Every factor and result of a product moves once. Fused attention moves no scores, and "
-        "computes only those of causal pairs. Norms, softmax, casts and the loss come on top."
+        "Every factor and result of a matrix multiplication moves once. Fused attention moves no "
+        "scores, and computes only those of causal pairs. Norms, softmax, casts and the loss come "
+        "on top."
     ]
     if device is not None and config.precision not in device.peak_flops_per_s:
         device = None
@@ -582,7 +585,9 @@ def _checkpoints_tables(config: RunConfig) -> Iterator[Table]:
     )
     note = (
         f"N is {config.model.num_layers} blocks, s the input of a block, A all that it keeps. "
-        "--checkpoint-blocks runs the first three; nested checkpoints are not run here."
+        "--checkpoint-blocks runs the first three; nested checkpoints are not run here, and "
+        "neither are selective ones, which also keep r, the results of attention and of every "
+        "second linear layer, and run a part of each block again."
     )
     yield make_table("Activations of the blocks with checkpoints", columns, rows, [note])
 

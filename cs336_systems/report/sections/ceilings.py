@@ -7,9 +7,9 @@ from ...analysis.warnings import LOOPS
 from ...config import Device
 from ...costs.communication import sent_share
 from ...costs.hardware import find_device
-from ...studies.ceilings_records import (
+from ...studies.ceilings_records import CeilingsStudy
+from ...studies.ceilings_rows import (
     QUEUED_BYTES,
-    CeilingsStudy,
     CollectiveCell,
     LaunchCell,
     LaunchKind,
@@ -283,7 +283,7 @@ def _table(
 def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
     """A table of matmuls for each precision."""
     columns = (
-        column("name", name="product", about="The layer whose product it is."),
+        column("name", name="layer", about="The layer whose matrix multiplication it is."),
         column("shape"),
         column("flops_per_byte"),
         column("median_ms"),
@@ -299,7 +299,7 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
     tables = []
     for name in study.grid.precisions:
         products = [row for row in rows if row["precision"] is name]
-        tables.append(_table(study, f"Matrix products, {name}", columns, products, note))
+        tables.append(_table(study, f"Matrix multiplications, {name}", columns, products, note))
     return tables
 
 
@@ -362,6 +362,6 @@ def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str
     if rates and launch_s is not None and study.grid.device is Device.CUDA:
         texts = [f"{name} {(launch_s * rate / 2) ** (1 / 3):,.0f}" for name, rate in rates.items()]
         yield (
-            "Launched one by one, smaller square products than these take less time than their "
-            f"launch, at the ceiling: {', '.join(texts)}."
+            "Launched one by one, multiplications of smaller square matrices take less time than "
+            f"their launch, at the ceiling: {', '.join(texts)}."
         )

@@ -69,15 +69,7 @@ GROUPED_BY = (
 """Columns by whose values the errors are also given: the device, and settings."""
 
 
-COMPILED_BY = (
-    "device_name",
-    "size",
-    "precision",
-    "attention",
-    "cuda_graph",
-    "compile_blocks",
-    "ranks",
-)
+COMPILED_BY = ("device_name", "size", "precision", "attention", "cuda_graph", "compile_blocks")
 """The same of compiled steps."""
 
 
@@ -132,8 +124,8 @@ HOST_OF_COMPILED = (
     "cost what one of an eager step does, and the checks before it nothing. A graph needs neither."
 )
 MISSING = (
-    "Missing are --fast on several ranks, compiled steps in other modes than the default, and "
-    "devices without ceilings."
+    "Missing are compiled steps that several ranks share or in other modes than the default, steps "
+    "with a part of --fast, and devices without ceilings."
 )
 RULE = (
     "A step is limited by launches if its record says so. The forecast knows the configuration and "

@@ -136,7 +136,7 @@ class RungResult(StepResult):
         """Name of the rung."""
         return self._rung.name
 
-    @quantity("change", numeric=False, write=str, drop_order=9)
+    @quantity("change", numeric=False, write=str, drop_order=5)
     def change(self) -> str:
         """What sets the rung apart from the one before."""
         return self._rung.change
@@ -441,8 +441,10 @@ def findings(rungs: Rungs) -> Iterator[str]:
                 continue
             if compare_in_turn(rung.blocks, best.blocks).verdict is Verdict.CANNOT_TELL:
                 alike.append(rung.rung)
-        untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
-        yield f"The fastest is {best.rung}: {significant(best.step_mean_ms)} ms{gain}{untold}."
+        untold = f"; as far as its processes tell, {', '.join(alike)} may be as fast"
+        if not alike:
+            untold = ""
+        yield f"The fastest rung is {best.rung}: {significant(best.step_mean_ms)} ms{gain}{untold}."
     if failed := [rung.rung for rung in rungs if rung.processes and not rung.is_credited]:
         yield f"Not credited, so no measure for others: {', '.join(failed)}."
 

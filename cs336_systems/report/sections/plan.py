@@ -10,7 +10,7 @@ from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
 from ...text import command_line, counted
-from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
+from ..charts import COMPUTING_COLOUR, PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
 from ..words import DOUBTED_FORECAST, GIB, ratio, significant
@@ -29,7 +29,7 @@ NOT_RUN = "not run here"
 TOP = 12
 """Layouts of the table and of the picture."""
 PARTS = {
-    "computing": Style(colour=PHASE_COLOURS[Phase.FORWARD]),
+    "computing": Style(colour=COMPUTING_COLOUR),
     "exposed communication": Style(
         colour="#FFFFFF", pattern="/", ink=PHASE_COLOURS[Phase.COMMUNICATION]
     ),

@@ -166,9 +166,8 @@ class _Driver:
         """Ids of the machines where the run with this key has begun, the last being where it is;
         none if it waits.
         """
-        noted = (
-            connection.promptly(partial(ray.experimental.internal_kv._internal_kv_get, key)) or b""
-        )
+        get = partial(ray.experimental.internal_kv._internal_kv_get, key)
+        noted = connection.promptly(get) or b""
         return noted.decode().split()
 
     def _ask_again(self) -> None:
@@ -183,13 +182,17 @@ class _Driver:
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= connection.RAY_S}
         for reference, (config, started_s, key) in [*self._running.items()]:
             is_late = now_s - started_s >= MAX_TRIES * (self.explainer.timeout_s + _SPARE_S)
-            place = "".join(self._places(key)[-1:]) if gone or is_late else ""
-            if is_late or (gone and place in {"", *gone}):
-                del self._running[reference]
-                ray.cancel(reference, force=True)
-                self._waiting.append(config)
-                if place in self._there:
-                    self._leave_out(place, self._there[place], "a run there does not end")
+            if not is_late and not gone:
+                continue
+            places = self._places(key)
+            if not is_late and places and places[-1] not in gone:
+                continue
+            del self._running[reference]
+            ray.cancel(reference, force=True)
+            self._waiting.append(config)
+            if places and places[-1] in self._there:
+                host = self._there[places[-1]]
+                self._leave_out(places[-1], host, "a run there does not end")
         for name in gone:
             del self._lost_s[name]
 
@@ -197,52 +200,59 @@ class _Driver:
         """How many ranks each machine in use can run at once; notes the machines that join and
         that are lost.
         """
-        slots, on_gpu = {}, self._device is Device.CUDA
+        slots: dict[str, int] = {}
+        is_on_cpu = self._device is Device.CPU
         for name, listed in alive.items():
-            host, count = str(listed["NodeManagerHostname"]), count_devices(listed, self._device)
-            if not on_gpu and count not in (0, self._cores):
+            host = str(listed["NodeManagerHostname"])
+            count = count_devices(listed, self._device)
+            if is_on_cpu and count not in (0, self._cores):
                 why = f"Ray counts {count:g} of its cores, needed {self._cores:g} as of the others"
                 self._leave_out(name, host, why)
-            if count and name not in self._left_out:
-                slots[name] = int(count) if on_gpu else 1
-                if name not in self._there:
-                    self._there[name] = host
-                    self.keeper.listener.noted(
-                        f"{host} joins: {counted(slots[name], 'run')} at a time"
-                    )
+            if not count or name in self._left_out:
+                continue
+            slots[name] = 1 if is_on_cpu else int(count)
+            if name not in self._there:
+                self._there[name] = host
+                runs = counted(slots[name], "run")
+                self.keeper.listener.noted(f"{host} joins: {runs} at a time")
         for name in self._there.keys() - alive.keys():
             self._lost_s[name] = monotonic()
             # else a run may wait for what Ray has asked of it, while its connections are open
             self._left_out.add(name)
-            self.keeper.listener.noted(
-                f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere"
-            )
+            host = self._there.pop(name)
+            self.keeper.listener.noted(f"{host} is lost; Ray starts what ran there elsewhere")
         return slots
 
     def _submit(self, task: Any, slots: dict[str, int]) -> None:  # noqa: ANN401
         """Give Ray as many runs as the machines have slots for, so that runs which Ray has are
         in progress.
         """
-        free = sum(slots.values()) - sum(num_slots(config) for config, *_ in self._running.values())
-        most = max(slots.values(), default=0)
+        running = sum(num_slots(config) for config, *_ in self._running.values())
+        free = sum(slots.values()) - running
+        widest = max(slots.values(), default=0)
+        for config in [*self._waiting]:
+            width = num_slots(config)
+            # a narrower run may fit, and the machine for this one may be held by another job
+            if width <= min(free, widest):
+                free -= width
+                self._waiting.remove(config)
+                self._start(task, config)
+
+    def _start(self, task: Any, config: RunConfig) -> None:  # noqa: ANN401
+        """Give Ray a run, to start it on a machine that the sweep uses."""
+        resources: dict[str, float] = {"num_cpus": self._cores}
+        if self._device is Device.CUDA:
+            resources = {"num_cpus": 0, "num_gpus": num_slots(config)}
         selector = None
         if self._left_out:
             selector = {"ray.io/node-id": f"!in({','.join(self._left_out)})"}
-        for config in [config for config in self._waiting if num_slots(config) <= most]:
-            if (width := num_slots(config)) > free:
-                # a narrower run may fit, and the machine for this one may be held by another job
-                continue
-            free -= width
-            self._waiting.remove(config)
-            on_cpu = self._device is Device.CPU
-            needed = {"num_cpus": self._cores} if on_cpu else {"num_cpus": 0, "num_gpus": width}
-            key = f"{self._keys}{uuid4()}"
-            request = Request(config, self.explainer.timeout_s, self.needs, key)
-            retries = MAX_TRIES - 1 - self._deaths[config]
-            options = {**needed, "max_retries": retries, "label_selector": selector}
-            reference = task.options(**options).remote(msgspec.json.encode(request))
-            self._running[reference] = config, monotonic(), key
-            self.keeper.listener.started(config, None)
+        retries = MAX_TRIES - 1 - self._deaths[config]
+        placed = task.options(**resources, max_retries=retries, label_selector=selector)
+        key = f"{self._keys}{uuid4()}"
+        request = Request(config, self.explainer.timeout_s, self.needs, key)
+        reference = placed.remote(msgspec.json.encode(request))
+        self._running[reference] = config, monotonic(), key
+        self.keeper.listener.started(config, None)
 
     def _take(self, reference: object, config: RunConfig, started_s: float, key: str) -> None:
         """Keep the record and the profile of a run that has ended, or give the run to another

@@ -14,7 +14,7 @@ from ...analysis.kernels import has_nsys
 from ...config import Device, RunConfig
 from ...files import error_in_words
 from ...measure.environment import identity
-from ...measure.nvml import alike, visible_gpus
+from ...measure.nvml import Gpu, alike, visible_gpus
 from ...record import Identity
 from ...temporary import temporary_directory
 from ...torch_needed import require_torch
@@ -97,44 +97,57 @@ def describe(device: str) -> bytes:
 def measure(request: bytes) -> bytes:
     """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
     asked = msgspec.json.decode(request, type=Request)
-    config, needs = asked.config, asked.needs
-    place = ray.get_runtime_context().get_node_id()
-    kv = ray.experimental.internal_kv
-    kv._internal_kv_put(
-        asked.key, (kv._internal_kv_get(asked.key) or b"") + place.encode() + b" ", overwrite=True
-    )
+    _note_place(asked.key)
     _prepare()
     try:
-        # Ray has set it; a local run has PyTorch's own number
-        if "OMP_NUM_THREADS" not in psutil.Process().environ():
-            os.environ.pop("OMP_NUM_THREADS", None)
-        gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
-        if len(gpus) < (width := num_slots(config)) and config.device is Device.CUDA:
-            raise store.SweepError(
-                f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {width}"
-            )
-        node = Node(identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
-        if (why := needs.why_left_out(node)) is not None:
-            raise store.SweepError(why)
-        with temporary_directory() as scratch, store.exclusive_gpus(gpus):
-            runs = scratch / "runs"
-            runs.mkdir()
-            measure_one(
-                config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False
-            )
-            files = {
-                path.name: path.read_bytes()
-                for path in result_paths(config, runs)
-                if path.is_file()
-            }
-            return msgspec.msgpack.encode(Reply(files=files))
+        reply = Reply(files=_measured(asked))
     except KeyboardInterrupt:
         os._exit(1)  # Ray ends this process, and starts the run elsewhere
+    except OSError as error:
+        reply = Reply(refused=error_in_words(error))
     except Exception as error:  # the driver would unpickle an exception
-        why = str(error) or type(error).__name__
-        if isinstance(error, OSError):
-            why = error_in_words(error)
-        return msgspec.msgpack.encode(Reply(refused=why))
+        reply = Reply(refused=str(error) or type(error).__name__)
+    return msgspec.msgpack.encode(reply)
+
+
+def _note_place(key: str) -> None:
+    """Add this machine to those where the run was started, in Ray's store."""
+    kv = ray.experimental.internal_kv
+    earlier = kv._internal_kv_get(key) or b""
+    place = ray.get_runtime_context().get_node_id()
+    kv._internal_kv_put(key, earlier + place.encode() + b" ", overwrite=True)
+
+
+def _measured(asked: Request) -> dict[str, bytes]:
+    """The files that the run leaves, by name; raise SweepError if this machine does not have what
+    it needs.
+    """
+    config = asked.config
+    # Ray has set it; a local run has PyTorch's own number
+    if "OMP_NUM_THREADS" not in psutil.Process().environ():
+        os.environ.pop("OMP_NUM_THREADS", None)
+    gpus: tuple[Gpu, ...] = ()
+    if config.device is Device.CUDA:
+        gpus = alike(visible_gpus())
+        if len(gpus) < num_slots(config):
+            raise store.SweepError(
+                f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed "
+                f"{num_slots(config)}"
+            )
+    first_gpu = next(iter(gpus), None)
+    node = Node(identity(config.device, first_gpu), not asked.needs.nsys or has_nsys())
+    why = asked.needs.why_left_out(node)
+    if why is not None:
+        raise store.SweepError(why)
+    files = {}
+    with temporary_directory() as scratch, store.exclusive_gpus(gpus):
+        runs = scratch / "runs"
+        runs.mkdir()
+        measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
+        for path in result_paths(config, runs):
+            if path.is_file():
+                files[path.name] = path.read_bytes()
+    return files
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 from cs336.analysis.kernels.step_profile import StepLabel
 from cs336.commands.rebuild import load
 from cs336.report.charts import Bar, Style
-from cs336.report.page.blocks import Bars
+from cs336.report.page.blocks import Bars, TableBlock
 from cs336.report.page.chapters import page_of
 from cs336.report.page.directory import Directory
 from cs336.report.page.html import TABLES, to_html
@@ -21,7 +21,14 @@ from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.text import inert_line
 from tests.committed import DATA
 from tests.report.page.cut import CUT, OVERLAPS, drawn_page
-from tests.report.page.pages import HOSTILE_TEXTS, make_page, page_with, table_page
+from tests.report.page.pages import (
+    HOSTILE_TEXTS,
+    TIMES,
+    make_page,
+    make_steps,
+    page_with,
+    table_page,
+)
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
 
@@ -70,7 +77,7 @@ def show(chromium, tmp_path):
         tab.goto(path.as_uri())
         if table is not None:
             tab.locator(table).scroll_into_view_if_needed()
-            tab.wait_for_selector(f"{table} input[type=search]:visible")
+            tab.wait_for_selector(f"{table} .dt-column-order:visible")
         return tab
 
     yield opened
@@ -101,12 +108,26 @@ def test_a_column_is_sorted_by_its_unrounded_values_and_what_is_unknown_comes_la
     assert sizes(tab) == ["medium", "small", "xl", "large"]
 
 
-def test_rows_are_filtered(show) -> None:
-    tab = show(small_page(), table="#steps")
-    tab.fill("#steps input[type=search]", "medium")
+def test_the_rows_of_a_long_table_are_filtered(show) -> None:
+    times = TIMES | {f"size {number}": 0.1 for number in range(10)}
+    steps = TableBlock(id="steps", table=make_steps(names=times))
+    few = TableBlock(id="few", table=make_steps())
+    tab = show(to_html(make_page(steps, few)), table="#few")
+    # one box, although there are two tables
+    tab.get_by_role("searchbox").fill("medium")
     assert sizes(tab) == ["medium"]
     tab.get_by_role("searchbox").fill("")
     assert tab.locator("tr.failed td").nth(1).inner_text() == "out of memory"
+
+
+def test_a_single_row_is_neither_sorted_nor_filtered_and_its_headings_explain_themselves(
+    show,
+) -> None:
+    one = TableBlock(id="one", table=make_steps(names={"small": 0.1}))
+    tab = show(to_html(make_page(one, TableBlock(id="steps", table=make_steps()))), table="#steps")
+    assert tab.locator("#one :is([role=button], input)").count() == 0
+    tab.focus("#one th:has-text('time')")
+    assert tab.locator("#page-about").inner_text() == "Time of one step."
 
 
 def test_a_heading_explains_itself_to_the_mouse_and_to_the_keyboard(show) -> None:
@@ -276,6 +297,17 @@ def test_a_kernel_of_a_table_leads_to_its_launches_in_the_timeline(show, tmp_pat
     shares = [(mark - lanes["x"]) / lanes["width"] for mark in marks]
     assert shares == pytest.approx([0, 0.25, 0.999], abs=2 / lanes["width"])
     assert name in tab.inner_text("#picture-timeline + *, #picture-timeline")
+
+
+def test_without_a_timeline_no_kernel_leads_to_it(show, tmp_path) -> None:
+    profile = make_profile()
+    places = {kernel.name: (0,) for kernel in profile.kernels}
+    for pieces, leads in ((profile.pictured.pieces, True), ((), False)):
+        pictured = replace(profile.pictured, places=places, pieces=pieces)
+        entry = Explained(profile=replace(profile, pictured=pictured))
+        results = Results(records=(), kernels=[entry])
+        tab = show(to_html(page_of(Directory(path=tmp_path, results=results))))
+        assert (tab.locator("#kernels a").count() > 0) is leads
 
 
 def test_a_picture_has_a_title_and_a_sentence_and_colours_stay_apart_where_they_are_forced(

@@ -5,7 +5,7 @@ import pytest
 
 from cs336.config import Device
 from cs336.report.sections.ceilings import ceilings_sections
-from cs336.studies.ceilings_records import LaunchCell, LaunchKind, ProductCell
+from cs336.studies.ceilings_rows import LaunchCell, LaunchKind, ProductCell
 from tests.report.ceilings import (
     FP32,
     all_tables,
@@ -65,7 +65,7 @@ def test_the_summary_by_hand(study):
 
 def test_products_by_hand(study):
     bf16, fp32, fp8 = section("products", study).tables
-    assert bf16.title == "Matrix products, bf16, NVIDIA H200"
+    assert bf16.title == "Matrix multiplications, bf16, NVIDIA H200"
     assert column(bf16, "rate") == ["300.0", "800.0", "700.0", "400.0", "600.0"]
     assert column(bf16, "of data sheet") == ["30.3", "80.8", "70.7", "40.4", "60.6"]
     assert column(bf16, "of best") == ["37.5", "100", "87.5", "50.0", "75.0"]

@@ -114,8 +114,8 @@ def test_speed_by_hand(rows):
     assert column(speed, "over first") == ["", "2.0000", "8.0000", "16.000"]
     assert column(speed, "gate") == ["passed", "passed", "FAILED", "passed"]
     assert speed.failed == {2}
-    assert column(speed, "change")[1] == "fp32 products in TF32, autocast to bf16"
-    assert "The fastest is fused: 50.00 ms, 16.000 times as fast as fp32." in speed.notes
+    assert column(speed, "change")[1] == "fp32 matmuls in TF32, autocast to bf16"
+    assert "The fastest rung is fused: 50.00 ms, 16.000 times as fast as fp32." in speed.notes
     assert "Not credited, so no measure for others: compile." in speed.notes
 
 

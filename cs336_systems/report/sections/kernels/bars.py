@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.step_profile import StepProfile, Work
-from ...charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
+from ...charts import (
+    CLASS_COLOURS,
+    COMPUTING_COLOUR,
+    REST_COLOUR,
+    Bar,
+    Chart,
+    Panel,
+    Style,
+    distinct,
+)
 from ...words import significant
 from .sums import busy_s, collectives_s, grouped, total, wall_s
 
@@ -18,9 +27,9 @@ STYLES = {
 """Style of each part that a bar may have, in the order of draw."""
 COMPUTING, OVERLAPPED, EXPOSED = "computing", "computing and communicating", "communicating"
 COMMUNICATION = {
-    COMPUTING: Style(colour="#4C72B0"),
-    OVERLAPPED: Style(colour="#FFFFFF", pattern="/", ink="#4C72B0"),
-    EXPOSED: Style(colour=FAILURE_COLOUR),
+    COMPUTING: Style(colour=COMPUTING_COLOUR),
+    OVERLAPPED: Style(colour="#FFFFFF", pattern="/", ink=CLASS_COLOURS[KernelClass.COMMUNICATION]),
+    EXPOSED: Style(colour=CLASS_COLOURS[KernelClass.COMMUNICATION]),
     IDLE: STYLES[IDLE],
 }
 

@@ -37,6 +37,11 @@ WHERE = {
 """Names of phases in sentences."""
 
 
+_OF_ALL_COMPUTATION = ", the time of all kernels of forward and backward"
+_SHORTENS = {Remedy.BF16: _OF_ALL_COMPUTATION, Remedy.FP16: _OF_ALL_COMPUTATION}
+"""What remedies shorten, where that is more than the kernels that the sentence is about."""
+
+
 def matters(part: float, least_share: float, whole: float) -> bool:
     """Whether there is a part at all, and it is at least this share of the whole."""
     return part > 0 and part >= least_share * whole
@@ -125,6 +130,7 @@ class Figures:
             # what else is advised, a larger batch, makes no step shorter
             if named and (self.config is None or remedy.applied_to(self.config) is not None):
                 named += f": at most {self.ms(gain_s(self.entry, remedy))} less"
+                named += _SHORTENS.get(remedy, "")
             if named:
                 ways.append(named)
         return f" ({', '.join(ways)})" if ways else ""

@@ -133,8 +133,7 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
 
 def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
     """The picture of one step, unless it has no pieces, as that of an empty trace."""
-    step = profile.pictured
-    if step is None or not step.wall_s or not step.pieces:
+    if not _has_timeline(profile):
         return []
 
     def make() -> "Figure":
@@ -143,6 +142,12 @@ def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
         return draw_timeline(profile, name)
 
     return [Drawing(file, make)]
+
+
+def _has_timeline(profile: StepProfile) -> bool:
+    """Whether one step can be drawn as a timeline."""
+    step = profile.pictured
+    return step is not None and step.wall_s > 0 and bool(step.pieces)
 
 
 def _steps(profile: StepProfile) -> list[Drawing]:
@@ -243,7 +248,9 @@ def _kernel_rows(profile: StepProfile, phase: LaunchPhase | None) -> list[Row]:
     """A row for each kernel of the phase, or of the whole step."""
     kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
     total_s = added(kernels).total_s
-    places = {} if profile.pictured is None else profile.pictured.places
+    # without the picture, a link to a kernel's launches in it would lead nowhere
+    drawn = profile.pictured if _has_timeline(profile) else None
+    places = {} if drawn is None else drawn.places
     rows = []
     for kernel in kernels:
         row: Row = {

@@ -233,11 +233,13 @@ class _Findings(Verdict):
             if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
             times, gain = self.count(count, "time"), calls_gain_s(self.entry, calls)
+            idles = ""
+            if lost_s:
+                idles = f", after which the GPU idles {self.ms(lost_s)} until the next launch"
             text = (
                 f"The host waits for the device in {self.where(phase)}, {times} a step "
-                f"({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
-                f"GPU idles {self.ms(lost_s)} until the next launch. Is there {cause}? Without it "
-                f"the step takes at most {self.ms(gain)} less."
+                f"({names}{copies}): {self.ms(added(calls).total_s)} a step{idles}. Is there "
+                f"{cause}? Without it the step takes at most {self.ms(gain)} less."
             )
             numbers = {
                 "idle_s": lost_s,
@@ -352,8 +354,8 @@ class _Findings(Verdict):
         if faster and full_s >= MIN_LARGE_SHARE * whole_s:
             flags = self.advice(*(OF_PRECISION[precision] for precision in faster))
             text = (
-                f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, "
-                f"and leave the tensor cores idle{flags}."
+                f"Matrix multiplications in true fp32 take {self.of_work(full_s)}, "
+                f"{self.ms(full_s)}, and leave the tensor cores idle{flags}."
             )
             gain = gain_s(self.entry, OF_PRECISION[faster[0]])
             yield self.finding("full precision", text, full_s, kernel_s=full_s, gain_s=gain)

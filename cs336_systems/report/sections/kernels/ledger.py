@@ -57,7 +57,7 @@ def _row(
         "calls_per_step": times.calls / steps,
         "kernels_per_step": times.count / steps,
         "ms_per_step": times.counted_s / steps * 1e3,
-        "beside_others_ms_per_step": (times.total_s - times.counted_s) / steps * 1e3,
+        "beside_others_ms_per_step": scaled(times.beside_others_s, 1e3 / steps),
         "limit_ms_per_step": least_s / steps * 1e3,
         "lost_ms_per_step": (times.counted_s - least_s) / steps * 1e3,
         "tflops_per_s": scaled(ratio(times.flops, times.total_s), 1e-12),
@@ -186,7 +186,7 @@ def _notes(rows: list[Row], ceiling: Ceiling) -> Iterator[str]:
         "Matmuls and attention are matched in order with those of the step's tape; what runs "
         "between two of them stands together, beside the bytes that the tape moves there."
     )
-    beside_ms = sum(row["beside_others_ms_per_step"] for row in rows)
+    beside_ms = sum(row["beside_others_ms_per_step"] or 0.0 for row in rows)
     if beside_ms:
         yield (
             "Each moment counts once, for computing before communication: kernels ran for "

@@ -182,10 +182,7 @@ class Verdict(Figures):
         if limit is Limit.IDLE:
             return f"The GPU is busy only {busy}"
         if limit is Limit.COMMUNICATION:
-            return (
-                "Communication is a limit: the GPU computes less than it seems to. It is busy "
-                f"{busy}"
-            )
+            return f"Communication is a limit: the GPU is busy {busy}"
         if limit is Limit.ONE_STEP:
             steps = "the only whole step"
             if self.profile.num_steps > 1:
@@ -205,7 +202,8 @@ class Verdict(Figures):
 
     def busy(self) -> str:
         """How much of the step the GPU is busy, with the profiler's own times beside those of the
-        clock, and how much it is idle because of late launches.
+        clock, how much of that with nothing but collectives, and how much it is idle because of
+        late launches.
         """
         span, at_most = self.span, ""
         text = f"{percent_of(span.busy_share)} of the step's {self.ms(self.step_s)}"
@@ -215,6 +213,9 @@ class Verdict(Figures):
                 f" ({percent_of(span.busy_s, span.profiled_s)} of {self.ms(span.profiled_s)} "
                 "under the profiler)"
             )
+        exposed_s = collectives_s(self.profile, exposed=True)
+        if exposed_s >= MIN_EXPOSED_SHARE * self.step_s:
+            text += f", {self.of_step(exposed_s)} with communication alone"
         late = idle(self.profile, IdleCause.LATE_LAUNCH).total_s
         if late >= MIN_SHARE * self.step_s:
             late_share = self.of_step(span.gain_s(late))

@@ -142,7 +142,7 @@ def _reasons(figures: Figures) -> Iterator[str]:
     profile, config = figures.profile, figures.config
     full_s = added(kernel for kernel in figures.kernels if is_full_precision(kernel)).total_s
     if full_s:
-        yield f"matrix products in true fp32, {figures.ms(full_s)}, need no tensor cores"
+        yield f"matrix multiplications in true fp32, {figures.ms(full_s)}, need no tensor cores"
     again_s = total(times.recomputed_s for times in profile.phases)
     if again_s:
         yield f"MFU leaves out recomputation, {figures.ms(again_s)}"

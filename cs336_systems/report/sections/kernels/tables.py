@@ -256,7 +256,7 @@ def attention(entries: Sequence[Explained]) -> Section:
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
     times = [f"{part}_ms_per_step" for part in AttentionPart]
     shown = columns_of("phase", *times, *sums, *ratios)
-    notes = ["Ratios are softmax over matrix products; scaling and masking are in neither."]
+    notes = ["Ratios are softmax over matrix multiplications; scaling and masking are in neither."]
     if not all(row["flops_ratio"] for row in rows):
         notes.append("FLOPs are not known without the record of the run.")
     csv = dict.fromkeys(("phase", "softmax_ms_per_step", *sums, *ratios, *_PART_KEYS))

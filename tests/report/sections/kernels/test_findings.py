@@ -159,7 +159,9 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     )
     assert "in block.1 > ffn:" in pause
     # 22 of 40 ms of kernels
-    assert full.startswith("Matrix products in true fp32 take 55.0 % of the GPU time, 11.0 ms")
+    assert full.startswith(
+        "Matrix multiplications in true fp32 take 55.0 % of the GPU time, 11.0 ms"
+    )
     assert "TF32" in full
     # 12 of 52 ms; 2 of 40 ms of kernels
     assert optimizer.startswith(
@@ -335,7 +337,7 @@ def test_a_run_that_has_tensor_cores_on_is_not_advised_to(precision, told) -> No
     text = said(with_products(GEMM_A), replace(PLAIN, precision=precision))
     assert (FULL in text) is told
     # 20 ms of products in 47 ms of forward and backward, in two steps
-    advice = "(--precision tf32: at most 10.0 ms less, --mixed-precision: at most 23.5 ms less)"
+    advice = "(--precision tf32: at most 10.0 ms less, --mixed-precision: at most 23.5 ms less"
     assert (advice in text) is told
 
 

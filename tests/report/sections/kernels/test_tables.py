@@ -185,7 +185,7 @@ def test_inside_attention_by_hand():
     assert column(table, "scores") == ["1.250", "2.000"]
     assert column(table, "softmax") == ["0.5000", "1.000"]
     assert column(table, "values") == ["0.7500", "2.000"]
-    assert column(table, "products") == ["1.500", "4.000"]
+    assert column(table, "matmuls") == ["1.500", "4.000"]
     assert column(table, "of phase") == ["50.0", "50.0"]
     assert column(table, "time ratio") == ["0.333", "0.250"]
     assert column(table, "FLOP ratio") == ["0.0250", "0.0100"]
