@@ -256,7 +256,8 @@ def make_fast_config(
 
     `asked` are the settings that the user gave. Raises ValueError for one that cannot be combined
     with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given,
-    there are checkpoints where the step does not fit the GPU without.
+    there are checkpoints where the step does not fit the GPU without. Blocks in which torch.compile
+    would find nothing to fuse are not compiled, unless --compile or --compile-blocks is given.
     """
     from ..costs.fast_memory import with_checkpoints
 
