@@ -42,6 +42,7 @@ BASE = (
     "ranges",
     "settings",
     "waits",
+    "tried_imports",
     "choices",
     "model_file",
     "shapes",

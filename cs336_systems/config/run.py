@@ -153,6 +153,17 @@ class RunConfig(RankSettings):
             )
 
     @property
+    def has_nothing_to_compile(self) -> bool:
+        """Whether the blocks are matmuls and ready kernels alone, and graphs launch them.
+
+        torch.compile would fuse nothing there, and importing it and compiling take seconds. In fp8
+        it fuses the scales, and with checkpoints the residual additions. Steps of several ranks
+        were measured with compiled blocks only.
+        """
+        has_more = self.fp8 or self.checkpoint_blocks or self.is_shared
+        return self.fused_blocks and self.cuda_graph and not has_more
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, those of all micro-batches and ranks together."""
         sequences = self.ranks * self.accumulate_steps * self.batch_size

@@ -196,7 +196,6 @@ def is_fast_step(config: RunConfig) -> bool:
     settings = (
         config.fused_blocks,
         config.fused_loss,
-        config.compile_blocks,
         config.cuda_graph,
         config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
         model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,

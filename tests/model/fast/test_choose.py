@@ -2,11 +2,9 @@
 follows its rule.
 """
 
-import importlib.metadata
 import itertools
 import operator
 import random
-import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cs336 import tried_imports
 from cs336.commands.configure import NamedGpu, make_fast_config
 from cs336.config import (
     SIZES,
@@ -188,15 +187,11 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
         QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"),
         FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0"),
     }
-    monkeypatch.setattr(packages, "import_failure", lambda _: None)
+    monkeypatch.setattr(packages, "import_failure", lambda *_: None)
     for package, version in (
         (package, version) for package, versions in near.items() for version in versions
     ):
-        monkeypatch.setattr(
-            importlib.metadata,
-            "version",
-            lambda name, known=(package, version): dict([known])[name],
-        )
+        monkeypatch.setattr(packages, "version_of", {package: version}.get)
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
 
 
@@ -356,39 +351,6 @@ def test_what_is_chosen_for_little_memory_is_a_step_whose_missing_packages_are_n
     assert refused < 150
 
 
-def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(
-    tmp_path, monkeypatch, capsys
-):
-    """Whether it can be imported or not. Another package, and an answer that is damaged, have it
-    imported again.
-    """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(tmp_path)
-    chance, imports = random.Random(0), tmp_path / "imports"
-
-    def answer_of_another_process():
-        packages.import_failure.cache_clear()
-        return packages.import_failure("fake_kernels")
-
-    for number in range(4):
-        is_broken, already = chance.random() < 0.5, imports.read_text().count("\n") if number else 0
-        counting = f"print(file=open({str(imports)!r}, 'a'))\n"
-        (tmp_path / "fake_kernels.py").write_text(counting + "import libcute" * is_broken)
-        (tmp_path / f"changed-{number}.dist-info").mkdir()
-        answers = [answer_of_another_process() for _ in range(3)]
-        assert imports.read_text().count("\n") == already + 1
-        assert capsys.readouterr().err.count("\n") == 1, "the first look is said"
-        assert [answer is not None and "'libcute'" in answer for answer in answers] == [
-            is_broken
-        ] * 3
-        for kept in tmp_path.glob("cache/*/*/*"):
-            kept.write_bytes(chance.choice([b"", chance.randbytes(20)]))
-        assert (answer_of_another_process() is not None) == is_broken
-        assert imports.read_text().count("\n") == already + 2
-        capsys.readouterr()
-    assert "fake_kernels" not in sys.modules
-
-
 def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     """Its name and version are there, and only importing it tells that what it imports is not."""
     package, path, source, said = (
@@ -407,7 +369,7 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
         packages, "version_of", lambda name: VERSIONS[name] if name == package else None
     )
     monkeypatch.setattr(packages, "is_installed", is_installed)
-    packages.import_failure.cache_clear()
+    tried_imports.import_failure.cache_clear()
     assert said in why_unusable(package)
     fast = fastest(make("xl"), H200)
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
@@ -415,23 +377,4 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     setting = next(name for name, needed in OF_PACKAGE.items() if needed == package)
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} needs {package}.*{said}"):
         check_packages(replace(fast, **{setting: True}))
-    packages.import_failure.cache_clear()
-
-
-def test_a_module_that_ends_its_process_leaves_the_others_tried(tmp_path, monkeypatch):
-    """One process tries all modules; what one of them does there is no answer for another."""
-    sources = {
-        "fine_kernels": "",
-        "broken_kernels": "import libcute_that_is_not_there",
-        "fatal_kernels": "import os; os._exit(7)",
-        "later_kernels": "print('cs336 tried nothing')",
-    }
-    for name, source in sources.items():
-        (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    failures = packages._import_elsewhere([*sources])
-    assert list(failures) == [*sources]
-    assert failures["fine_kernels"] is None
-    assert failures["later_kernels"] is None
-    assert "libcute_that_is_not_there" in str(failures["broken_kernels"])
-    assert "7" in str(failures["fatal_kernels"])
+    tried_imports.import_failure.cache_clear()
