@@ -282,6 +282,9 @@ def make_fast_config(
     switches = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
     if asked.get("fp8") or asked.get("selective_checkpoints"):
         switches.setdefault("fused_activations", False)  # neither can be combined with it
+    if asked.get("fp8"):
+        # what fp8 rounds lets the stream be rounded too
+        switches.setdefault("bf16_stream", fast.fused_blocks)
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)

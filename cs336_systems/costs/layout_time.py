@@ -6,7 +6,6 @@ that go round while attention computes are, as far as attention takes, and so is
 stages send; gathers and reductions of the state run beside kernels, as in `ranks_time`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -132,21 +131,25 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     return _Kernels(tuple(blocks), outside_s, spread)
 
 
-def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) -> _Work:
-    """The time of operations that the host launches and the device runs."""
+def _work(operations: Sequence[Operation], config: RunConfig, curves: Curves) -> _Work:
+    """The time of operations that the host launches and the device runs at the same time, until an
+    operation for which the host waits.
+    """
     call_s = call_time_s(config, curves)
-    device_s = host_s = attention_s = 0.0
-    waits = False
-    for operation, count in Counter(operations).items():
-        kernel_s = kernel_time(operation, config.precision, curves).time_s
-        launches = count * operation.launches
-        device_s += launches * (kernel_s + curves.gap_s)
-        host_s += launches * operation.host_calls * call_s
-        waits |= operation.waits
+    kernels_s = {
+        operation: kernel_time(operation, config.precision, curves).time_s
+        for operation in set(operations)
+    }
+    step_s = device_s = host_s = attention_s = 0.0
+    for operation in operations:
+        if operation.waits:
+            step_s += max(device_s, host_s)
+            device_s = host_s = 0.0
+        device_s += operation.launches * (kernels_s[operation] + curves.gap_s)
+        host_s += operation.launches * operation.host_calls * call_s
         if operation.kind is OperationKind.ATTENTION:
-            attention_s += launches * kernel_s
-    # a host that waits has launched nothing ahead
-    return _Work(device_s + host_s if waits else max(device_s, host_s), attention_s)
+            attention_s += operation.launches * kernels_s[operation]
+    return _Work(step_s + max(device_s, host_s), attention_s)
 
 
 class _LayoutTimer:

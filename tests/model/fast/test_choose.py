@@ -129,6 +129,24 @@ def test_the_rule_on_an_h200():
     assert fastest(replace(make(), model=asked), H200).model == asked
 
 
+@pytest.mark.parametrize(
+    ("size", "fp8", "is_rounded"),
+    [
+        ("small", False, True),
+        ("gpt2", False, True),
+        ("medium", False, False),
+        ("gpt2-xl", False, False),
+        ("gpt2-xl", True, True),
+    ],
+)
+def test_the_stream_is_in_bf16_where_losses_have_passed_the_gate(size, fp8, is_rounded):
+    asked = {"fp8": True} if fp8 else {}
+    fast = make_fast_config(Device.CUDA, asked, NamedGpu(H200), size=size, batch_size=4, **asked)
+    assert fast.fused_blocks
+    assert fast.fp8 == fp8
+    assert fast.bf16_stream == is_rounded
+
+
 IN_FP8 = {
     "precision": Precision.BF16,
     "cast_once": True,
