@@ -71,8 +71,7 @@ def predict_compiled_memory(config: RunConfig) -> MemoryPrediction:
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
     """The same, computed."""
-    prediction = memory_of(compiled_tape(config))
-    return replace(prediction, reserved_bytes=None) if config.cuda_graph else prediction
+    return memory_of(compiled_tape(config), is_graphed=config.cuda_graph)
 
 
 def why_refused(config: RunConfig) -> str:

@@ -93,22 +93,20 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     """
     room_bytes = memory_bytes - outside_bytes(config)
     if is_compiled(config):
-        if config.cuda_graph:
-            return None
         with suppress(NotForetoldError):
-            return _fits(compiled_tape(config), room_bytes)
+            return _fits(compiled_tape(config), room_bytes, is_graphed=config.cuda_graph)
         return None
     if not (is_predictable(config) or is_predictable_fast(config)):
         return None
-    return _fits(tape_of(config), room_bytes)
+    return _fits(tape_of(config), room_bytes, is_graphed=config.cuda_graph)
 
 
-def _fits(tape: Tape, room_bytes: int) -> bool:
+def _fits(tape: Tape, room_bytes: int, *, is_graphed: bool = False) -> bool:
     """Whether the tensors of a traced step fit `room_bytes` of memory, as the allocator would place
     them.
     """
     try:
-        placed(tape, room_bytes)
+        placed(tape, room_bytes, is_graphed=is_graphed)
     except OutOfMemoryError:
         return False
     return True

@@ -357,7 +357,11 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
     note = "FLOPs are those of matrix multiplications, attention in full unless said."
     if prediction is not None:
-        how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
+        how = "eager"
+        if prediction.compiler:
+            how = f"compiled by PyTorch {prediction.compiler}"
+        elif config.fused_blocks:
+            how = "by --fast"
         note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
     notes = [note]
     if prediction is None:
@@ -384,8 +388,7 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
-    if prediction.reserved_bytes is not None:
-        yield "reserved", prediction.reserved_bytes
+    yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     for phase, num_bytes in prediction.after_bytes.items():
         yield f"allocated after {phase}", num_bytes
