@@ -133,7 +133,7 @@ def test_what_cannot_be_meant_is_refused(
             ["--precision", "fp32"],
             "flash attention computes in bf16",
         ),
-        (["--fast"], ["--parallel", "fsdp2", "--ranks", "2"], "whole of --fast"),
+        (["--fast"], ["--parallel", "fsdp2", "--ranks", "2"], "on 2 ranks"),
         (["--fast"], ["--checkpoint-blocks", "1"], "whole of --fast"),
     ],
     ids=["fp32", "fast on ranks", "part of fast"],
