@@ -509,7 +509,7 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     fast = one("--size xl --fast --fp8")
-    # what fp8 computes beside the matmuls is compiled, and what it rounds lets the stream be rounded
+    # what fp8 computes beside matmuls is compiled; what it rounds lets the stream be rounded too
     compiled = one("--size xl --fast --compile default")
     assert fast == replace(compiled, fp8=True, bf16_stream=True)
     assert one("--size xl --fast --bf16-moments") == replace(
