@@ -162,7 +162,11 @@ class AccountArguments(flags.Flags, ForecastArguments):
         settings = {"size": "small"} | given | {"precision": precision}
         if self.fast:
             asked = {name: settings[name] for name in given}
-            config = make_fast_config(Device.CUDA, asked, NamedGpu(gpu_name), **settings)
+            device = None if gpu_name is None else find_device(gpu_name)
+            memory_bytes = None if device is None else device.memory_bytes
+            config = make_fast_config(
+                Device.CUDA, asked, NamedGpu(gpu_name, memory_bytes), **settings
+            )
         else:
             config = make_config(Device.CUDA, **settings)
         return checked_factory(config, given)

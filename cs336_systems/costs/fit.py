@@ -89,7 +89,8 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
 
     The allocator is simulated on the memory that the CUDA context, and NCCL on several ranks,
     leave. As PyTorch's does, it releases cached segments before it fails. So the answer includes
-    fragmentation and needs no margin.
+    fragmentation and needs no margin. How segments grow (`expandable_segments`) is not simulated:
+    then only what has no room without any loss is known not to fit.
     """
     room_bytes = memory_bytes - outside_bytes(config)
     if is_compiled(config):
@@ -98,6 +99,10 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
         return None
     if not (is_predictable(config) or is_predictable_fast(config)):
         return None
+    if config.expandable_segments:
+        prediction = predict_memory(config)
+        is_too_much = prediction is not None and prediction.peak.allocated_bytes > room_bytes
+        return False if is_too_much else None
     return _fits(tape_of(config), room_bytes, is_graphed=config.cuda_graph)
 
 

@@ -137,7 +137,9 @@ def why_unknown(config: RunConfig) -> str:
     """Why no layout of a step is foretold; empty if layouts are."""
     if reason := why_refused(config):
         return reason
+    if config != config.without_shortcuts:
+        return "layouts are foretold of steps without shortcuts"
     one = of_depth(config.alone, 1)
-    if config != config.without_shortcuts or not is_predictable(one):
+    if not is_predictable(one):
         return why_untraced(one) or "the step has settings whose memory is not foretold"
     return ""

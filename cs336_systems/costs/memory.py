@@ -9,7 +9,7 @@ are used.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -73,9 +73,9 @@ class MemoryPrediction:
     """Peak of a step in the steady state."""
     first_step_peak: Peak
     """Peak of the first step, at whose end the optimizer makes its state."""
-    reserved_bytes: int
+    reserved_bytes: int | None
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released.
+    released; None where these grow (`expandable_segments`).
     """
     start_bytes: int
     """Allocated when a step begins."""
@@ -104,7 +104,8 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
     """The same, of a step that is known to be predicted."""
-    return memory_of(tape_of(config), is_graphed=config.cuda_graph)
+    prediction = memory_of(tape_of(config), is_graphed=config.cuda_graph)
+    return replace(prediction, reserved_bytes=None) if config.expandable_segments else prediction
 
 
 def memory_of(tape: Tape, *, is_graphed: bool = False) -> MemoryPrediction:
@@ -163,7 +164,7 @@ def why_not_predicted(config: RunConfig) -> str:
     if config == config.without_shortcuts:
         reason = _why_not_eager(config)
     elif not is_fast_step(config):
-        reason = "of steps with shortcuts only the whole of --fast, without checkpoints, is traced"
+        reason = "of steps with shortcuts only the whole of --fast is traced"
     else:
         reason = ""
     if reason or has_tape(config):
@@ -187,20 +188,18 @@ def _why_not_eager(config: RunConfig) -> str:
 
 
 def is_fast_step(config: RunConfig) -> bool:
-    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its
-    kernels are known.
+    """Whether the step has all kernels that `--fast` chooses; then these are known, with
+    checkpoints, with the loss in parts and outside of CUDA graphs too.
     """
     model = config.model
     settings = (
         config.fused_blocks,
         config.fused_loss,
-        config.cuda_graph,
         config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
         model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
         model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
     )
-    others = config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
-    return all(settings) and not any(others)
+    return all(settings) and not config.update_in_backward
 
 
 def is_predictable_fast(config: RunConfig) -> bool:

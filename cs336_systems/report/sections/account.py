@@ -388,7 +388,8 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
-    yield "reserved", prediction.reserved_bytes
+    if prediction.reserved_bytes is not None:
+        yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     for phase, num_bytes in prediction.after_bytes.items():
         yield f"allocated after {phase}", num_bytes
