@@ -74,7 +74,7 @@ def shipped() -> Iterator[RunConfig]:
         fast = fastest(on_gpu(size), "NVIDIA H100", lambda _: False)
         yield from (
             fast,
-            replace(fast, fp8=True, fused_activations=False),
+            replace(fast, fp8=True, fused_activations=False, bf16_stream=True),
             fast.without_shortcuts,
             replace(fast.without_shortcuts, checkpoint_blocks=1),
         )

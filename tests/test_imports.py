@@ -107,9 +107,66 @@ for flags in ([], ["--mixed-precision"], ["--mode", "inference"]):
 assert not others & first, others & first
 assert not {compiler, "matplotlib"} & set(sys.modules)
 
+FUSED = (
+    "--mixed-precision --optimizer fused --attention sdpa --cast-once --split-masters "
+    "--fused-loss --fused-blocks --fused-activations --packed-attention --bf16-stream"
+).split()
+WIDE = [*SMALL, "--d-model", "128", "--d-ff", "128"]
+assert cli.benchmark([*WIDE, "--warmup-steps", "2", "--measured-steps", "2", *FUSED]) == 0
+assert "cs336.model.fast.model" in sys.modules and compiler not in sys.modules
+steps.clear()
+
 # what needs the compiler imports it before the first step, which may be a measured one
 unwarmed = [*SMALL, "--checkpoint-blocks", "1", "--warmup-steps", "0", "--measured-steps", "1"]
 assert cli.benchmark(unwarmed) == 0
 assert compiler in sys.modules and not any(steps), steps
+"""
+    passes(code, tmp_path)
+
+
+PACKAGE = """
+import gc, inspect, torch
+if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+    torch._dynamo.config.recompile_limit = 64
+collects = gc.isenabled()
+compiled = torch.compile(lambda: "compiled", dynamic=False, recompile_limit=64)
+
+
+@torch.compiler.disable
+def avoided():
+    return "avoided"
+
+
+@torch.compile(dynamic=True)
+def decorated():
+    return "decorated"
+"""
+
+
+def test_a_package_that_decorates_for_the_compiler_is_imported_without_it(tmp_path: Path) -> None:
+    """As QuACK does, and afterwards PyTorch is as it was, also if the import fails."""
+    (tmp_path / "decorating.py").write_text(PACKAGE)
+    code = """
+import torch
+from cs336.model.fast.packages import without_compiler
+
+gc.enable()
+before = torch.compile, torch.compiler.disable
+sys.path.insert(0, ".")
+with without_compiler():
+    import decorating
+try:
+    with without_compiler():
+        import decorating_that_is_not_there
+except ImportError:
+    pass
+assert before == (torch.compile, torch.compiler.disable) and gc.isenabled()
+assert "torch._dynamo" not in sys.modules and not decorating.collects
+results = decorating.compiled(), decorating.avoided(), decorating.decorated()
+assert results == ("compiled", "avoided", "decorated")
+import torch._dynamo
+
+with without_compiler():
+    assert before == (torch.compile, torch.compiler.disable)
 """
     passes(code, tmp_path)

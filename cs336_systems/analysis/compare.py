@@ -282,14 +282,16 @@ def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
     names = list(a[0] if a else ())
     apart, single = [], []
     for name in names:
-        of_a, of_b = {row[name] for row in a}, {row[name] for row in b}
+        of_a = {row[name] for row in a}
+        of_b = {row[name] for row in b}
         if of_a.isdisjoint(of_b):
             apart.append(name)
             if len(of_a) == len(of_b) == 1:
                 single.append(name)
     for differing in (apart, single):
-        by = [name for name in names if name not in differing]
-        places_a, places_b = _places(a, by), _places(b, by)
+        shared = [name for name in names if name not in differing]
+        places_a = _places(a, shared)
+        places_b = _places(b, shared)
         if len(places_a) == len(a) and len(places_b) == len(b):
             break
     return Matching(

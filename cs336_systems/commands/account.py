@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..config import Device, RunConfig
+from ..costs.compiled import uncompiled
 from ..costs.curves import Curves
 from ..costs.hardware import (
     DEVICES,
@@ -122,10 +123,10 @@ class AccountArguments(flags.Flags, ForecastArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
-    The numbers are those of an eager step on a GPU, or of one with --fast; computing them needs no
-    GPU, and torch only for steps whose trace does not come with the program. With --compile default
-    memory is that of the compiled step, and no time is foretold: inductor compiles a few blocks for
-    a GPU that is not there, which takes about half a minute.
+    The numbers are those of an eager step on a GPU, of one with --fast, or of one with --compile
+    default; computing them needs no GPU, and torch only for steps whose trace does not come with
+    the program. For a compiled one inductor compiles a few blocks for a GPU that is not there,
+    which takes about half a minute; FLOPs and bytes by part stay those of the eager step.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
     """
@@ -265,7 +266,7 @@ def run(arguments: AccountArguments) -> int:
     require_tapes(config)
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
-        prepare_forecasts([config.with_defaults("compile")], of_users=True)
+        prepare_forecasts([uncompiled(config)], of_users=True)
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
             why = why_untraced(config) or "needed a factory of a model, and this one makes a step"

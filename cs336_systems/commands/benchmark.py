@@ -3,6 +3,7 @@ it.
 """
 
 import contextlib
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import field
@@ -21,6 +22,7 @@ from ..sweep import store
 from ..sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from ..text import counted, print_aside, print_line
 from ..torch_needed import require_torch
+from ..tried_imports import do_meanwhile
 from . import flags, outcome
 from .configure import (
     checked_here,
@@ -114,6 +116,8 @@ class BenchmarkArguments(flags.Flags):
 
 def run(arguments: BenchmarkArguments) -> int:
     """Measure the run, write its record, print its tables, and return the exit status."""
+    if arguments.fast and not arguments.step.ranks:
+        do_meanwhile(_import_pytorch)
     config = outcome.checked(arguments.config)
     require_torch("measuring")
     explain_cpu_fallback(arguments.step.device)
@@ -183,11 +187,17 @@ def _measure(
         return measure_one(config, runs, timeout_s=arguments.timeout_s)
     waits.tell(status)
     waits.note_since_start("reading the command")
-    with waits.waiting_for("importing PyTorch"):
-        from ..measure.run import measure
+    _import_pytorch()
+    from ..measure.run import measure
 
     here = Path.cwd()
     with outcome.stdout_to_stderr():
         record = measure(config, profile=profile, until_stable=arguments.until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
+
+
+def _import_pytorch() -> None:
+    """Import what measures, if PyTorch is installed."""
+    with waits.waiting_for("importing PyTorch"), contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("..measure.run", __package__)

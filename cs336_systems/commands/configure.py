@@ -256,7 +256,8 @@ def make_fast_config(
 
     `asked` are the settings that the user gave. Raises ValueError for one that cannot be combined
     with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given,
-    there are checkpoints where the step does not fit the GPU without.
+    there are checkpoints where the step does not fit the GPU without. Blocks in which torch.compile
+    would find nothing to fuse are not compiled, unless --compile or --compile-blocks is given.
     """
     from ..costs.fast_memory import with_checkpoints
 
@@ -281,12 +282,19 @@ def make_fast_config(
     switches = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
     if asked.get("fp8") or asked.get("selective_checkpoints"):
         switches.setdefault("fused_activations", False)  # neither can be combined with it
+    if asked.get("fp8"):
+        # what fp8 rounds lets the stream be rounded too
+        switches.setdefault("bf16_stream", fast.fused_blocks)
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)
-    if meant.memory_bytes is None or "checkpoint_blocks" in asked:
-        return fast
-    return with_checkpoints(fast, meant.memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
+    if meant.memory_bytes is not None and "checkpoint_blocks" not in asked:
+        keeps_graph = bool(asked.get("cuda_graph"))
+        fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=keeps_graph)
+    is_asked = "compile" in asked or asked.get("compile_blocks")
+    if fast.has_nothing_to_compile and not is_asked:
+        return fast.with_defaults("compile", "compile_blocks")
+    return fast
 
 
 def explain_fast(configs: Iterable[RunConfig]) -> None:

@@ -1,6 +1,6 @@
 """Flags that several commands share, as dataclasses.
 
-Flags of settings are made from the declarations in config.py.
+Flags of settings are made from the declarations in config/.
 """
 
 import re

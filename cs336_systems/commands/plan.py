@@ -64,7 +64,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
     Nothing is run, and no GPU is needed, nor torch but for --model: a factory, or hf:PATH of a
     configuration file, of whose blocks one of each kind is traced. `cs336 plan --size 8B --tokens
     1T --gpus 64xH100 --price 2.5`. Without --tokens: one step. The optimizer is fused AdamW, and
-    attention is fused.
+    attention is fused. Steps are eager: torch.compile chooses kernels by sizes, so that each layout
+    would be compiled, half a minute each.
     """
 
     gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"

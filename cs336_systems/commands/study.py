@@ -16,7 +16,8 @@ from ..measure.nvml import visible_gpus
 from ..model.fast.choose import MATMUL_MULTIPLE, NICE_VOCABULARY
 from ..report.progress import StatusLine
 from ..settings import declared
-from ..studies.ceilings_records import PADDED, CeilingsGrid, Shape
+from ..studies.ceilings_records import PADDED, CeilingsGrid
+from ..studies.ceilings_rows import Shape
 from ..studies.operators import AttentionGrid, FusionGrid
 from ..sweep.store import make_writable, time_stamp, writing
 from ..text import print_aside, print_line

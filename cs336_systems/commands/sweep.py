@@ -40,7 +40,7 @@ from .outcome import FAILED, OK, UsageError, checked
 from .sweep_plan import Plan, make_plan, outlook, print_plan
 
 if TYPE_CHECKING:
-    from ..sweep.cluster import Machine
+    from ..sweep.cluster.machines import Machine
     from ..sweep.run import Outcome
 
 
@@ -313,7 +313,7 @@ def _elsewhere(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
     if arguments.cluster is None:
         return None
     _check_ray()
-    from ..sweep.cluster import sweep_on_cluster
+    from ..sweep.cluster.driver import sweep_on_cluster
 
     return functools.partial(
         sweep_on_cluster,
@@ -330,7 +330,9 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     if arguments.cluster is None:
         return []
     _check_ray()
-    from ..sweep.cluster import Needs, connected, look
+    from ..sweep.cluster.connection import connected
+    from ..sweep.cluster.machines import look
+    from ..sweep.cluster.task import Needs
 
     with StatusLine() as status, connected(arguments.cluster):
         status("asking the machines of the cluster")

@@ -91,6 +91,8 @@ class CachingAllocator:
         """
         self._tails: list[int] = []
         """Where these blocks end."""
+        self._free_beside: list[list[int]] = []
+        """The free blocks of the pool that each of these blocks is of."""
         self._pools: dict[tuple[bool, str], list[int]] = {}
         """Free blocks as numbers, size before address, so that the first that is large enough is
         the best fit.
@@ -104,16 +106,21 @@ class CachingAllocator:
         self._driver = Addresses()
 
     def replay(
-        self, events: Iterable[int], kinds: Sequence[int], requests: Sequence[tuple[int, str]]
+        self,
+        events: Iterable[int],
+        kinds: Sequence[int],
+        requests: Sequence[tuple[int, str]],
+        pool: str = "",
     ) -> None:
         """Allocate each tensor whose handle is among the events, and free it at the complement of
         the handle (~handle).
 
-        A tensor's kind is the place of its bytes and its stream in `requests`. Raises
-        OutOfMemoryError.
+        A tensor's kind is the place of its bytes and its stream in `requests`. Tensors of different
+        pools never share a segment. Raises OutOfMemoryError.
         """
-        pools = [self._request(*request) for request in requests]
+        pools = [self._request(num_bytes, pool + stream) for num_bytes, stream in requests]
         addresses, tails, starts, ends = self.addresses, self._tails, self._starts, self._ends
+        free_beside = self._free_beside
         for event in events:
             if event >= 0:
                 free, wanted, key, least_rest = pools[kinds[event]]
@@ -133,9 +140,10 @@ class CachingAllocator:
                     starts.pop(end, None)
                 addresses.append(address)
                 tails.append(end)
+                free_beside.append(free)
             else:
                 handle = ~event
-                free, address, end = pools[kinds[handle]][0], addresses[handle], tails[handle]
+                free, address, end = free_beside[handle], addresses[handle], tails[handle]
                 if (before := starts.pop(address, None)) is not None:
                     del ends[before]
                     del free[bisect_left(free, (address - before) << ADDRESS_BITS | before)]
@@ -172,7 +180,7 @@ class CachingAllocator:
         """
         segment_bytes = segment_size(size * ROUND_BYTES)
         if self.reserved_bytes + segment_bytes > self.capacity_bytes:
-            self._release_free_segments()
+            self.release_free_segments()
         if self.reserved_bytes + segment_bytes > self.capacity_bytes:
             raise OutOfMemoryError
         self.reserved_bytes += segment_bytes
@@ -180,9 +188,9 @@ class CachingAllocator:
         self._segments[address] = end = address + segment_bytes // ROUND_BYTES
         return address, end
 
-    def _release_free_segments(self) -> None:
+    def release_free_segments(self) -> None:
         """Return all wholly free segments to the driver, as PyTorch does before it raises an
-        out-of-memory error.
+        out-of-memory error, and before it captures a CUDA graph.
         """
         for free in self._pools.values():
             for block in [*free]:

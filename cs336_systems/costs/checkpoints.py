@@ -1,5 +1,5 @@
 """What blocks keep for backward if checkpoints keep the inputs of some of them only: in none, in
-groups of one level, and nested.
+groups of one level, nested, and selective.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from .depth import DepthError
 from .layout import Layout
 from .layout_cost import why_unknown
 from .layout_memory import Rank, StageMemory
+from .selective import kept_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,4 +82,12 @@ def checkpoint_schedules(config: RunConfig) -> list[Schedule]:
         except DepthError:
             return []
         kept.append(memory.kept_bytes((0, 0)) - memory.kept_bytes((0,)))
-    return list(schedules(config.model.num_layers, *kept))
+    blocks, (input_bytes, block_bytes) = config.model.num_layers, kept
+    results_bytes = kept_bytes(rank.operations(0))
+    selective = Schedule(
+        name="selective",
+        expression="N (s + r) + A - r",
+        kept_bytes=blocks * (input_bytes + results_bytes) + block_bytes - results_bytes,
+        again=blocks,
+    )
+    return [*schedules(blocks, input_bytes, block_bytes), selective]

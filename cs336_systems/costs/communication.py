@@ -16,7 +16,17 @@ from enum import StrEnum
 from ..choices import EXCHANGES
 from ..config import Phase, RunConfig
 from .memory import MAX_LAYERS
-from .shards import FP32_BYTES, LOOKUP, REST, Unit, parameters_of, plain, replicated_elements, units
+from .shards import (
+    FP32_BYTES,
+    LOOKUP,
+    REST,
+    Unit,
+    gradient_bytes,
+    parameters_of,
+    plain,
+    replicated_elements,
+    units,
+)
 from .traces import has_tape, tape_of
 
 
@@ -134,10 +144,7 @@ def stages(config: RunConfig) -> list[Stage]:
         sends += [CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES)] * 2
     updates = []
     if config.shard_optimizer:
-        updates = [
-            CollectiveCall(Collective.BROADCAST, FP32_BYTES * parameter.elements)
-            for parameter in parameters_of(config)
-        ]
+        updates = [*_updates(config)]
     return [
         *step,
         Stage(phase=Phase.BACKWARD, sends=tuple(sends)),
@@ -145,10 +152,30 @@ def stages(config: RunConfig) -> list[Stage]:
     ]
 
 
+def _updates(config: RunConfig) -> Iterator[CollectiveCall]:
+    """The collectives by which a sharded optimizer sends what it has updated: each parameter from
+    the rank that owns it; of the fast model's matrices every rank's part.
+    """
+    for parameter in parameters_of(config):
+        num_bytes = gradient_bytes(parameter, config)
+        if not config.cast_once:
+            yield CollectiveCall(Collective.BROADCAST, num_bytes)
+        elif parameter.is_matrix and config.parallel.exchange.copies:
+            yield CollectiveCall(Collective.PUSH, num_bytes // config.ranks)
+        elif parameter.is_matrix:
+            yield CollectiveCall(Collective.ALL_GATHER, num_bytes)
+
+
 def _averaged(config: RunConfig) -> Iterator[Stage]:
-    """Stages of backward if every rank has whole gradients, which are averaged bucket by bucket."""
+    """Stages of backward if every rank has whole gradients, which are averaged bucket by bucket.
+
+    Of the fast model's gradients a rank with a sharded optimizer needs its part only.
+    """
     rules, parameters = config.parallel.exchange, parameters_of(config)
     collective = Collective.PUSH if rules.copies else Collective.ALL_REDUCE
+    needs_part = config.cast_once and config.shard_optimizer
+    if needs_part and not rules.copies:
+        collective = Collective.REDUCE_SCATTER
     ordered = [parameters[place] for place in tape_of(plain(config)).gradient_order]
     if not rules.starts_in_backward:
         multiplied = sum(parameter.multiplied_elements for parameter in ordered)
@@ -156,7 +183,9 @@ def _averaged(config: RunConfig) -> Iterator[Stage]:
     bucket_bytes = rules.bucket_bytes
     if bucket_bytes is None:
         bucket_bytes = config.bucket_mib * 2**20
-    sizes = [FP32_BYTES * parameter.elements for parameter in ordered]
+    sizes = [gradient_bytes(parameter, config) for parameter in ordered]
+    if needs_part and rules.copies:
+        sizes = [size // config.ranks for size in sizes]
     for places in split_into_buckets(sizes, bucket_bytes, rules.first_bucket_bytes):
         multiplied = sum(ordered[place].multiplied_elements for place in places)
         yield Stage(

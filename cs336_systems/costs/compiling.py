@@ -20,7 +20,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .internals import FakeTensor, TorchDispatchMode, compiler_internals, device_guard_of_cuda
+from .internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    compiler_internals,
+    device_guard_of_cuda,
+    without_modes,
+)
 from .on_cuda import as_decomposed, clear_copies
 from .tape import TraceError
 from .trace import GPU, StepTrace, tensors_in
@@ -107,8 +113,11 @@ class Compiler:
             self._has_gradients = torch.is_grad_enabled()
             # Dynamo's tensors are on the GPU, of which autograd would ask for the driver
             # each trace compiles the same code anew, which Dynamo refuses after some times
+            # and results that are kept for tensors of meta would be on the GPU that is shown
             limits = self._torch.dynamo_config.patch(
-                recompile_limit=MANY, accumulated_recompile_limit=MANY
+                recompile_limit=MANY,
+                accumulated_recompile_limit=MANY,
+                fake_tensor_cache_enabled=False,
             )
             with self._suspended(), self._on_absent_gpu(), torch.no_grad(), limits:
                 self._shows_gpu = True
@@ -119,6 +128,9 @@ class Compiler:
                     raise TraceError(
                         f"torch.compile makes several graphs of the step: {reason}"
                     ) from error
+                except self._torch.BackendCompilerFailed as error:
+                    reason = str(error.inner_exception).strip().partition("\n")[0]
+                    raise TraceError(f"inductor does not compile the step: {reason}") from error
 
         return run
 
@@ -126,7 +138,7 @@ class Compiler:
         """Compile a graph of Dynamo's for the GPU; what is returned runs its code in the trace."""
         inductor, self._shows_gpu = self._torch, False
         settings = inductor.config.patch(
-            force_disable_caches=True, compile_threads=1, benchmark_combo_kernel=True
+            force_disable_caches=True, compile_threads=1, profile_bandwidth=True
         )
         lazily = inductor.aot_config.patch(force_non_lazy_backward_lowering=True)
         with settings, lazily, torch.set_grad_enabled(self._has_gradients):
@@ -240,7 +252,8 @@ class Compiler:
 
         def run(*args: Any, **_: Any) -> None:
             """Note that the kernel is launched."""
-            self._trace.fused(moved_bytes, [*tensors_in(args)])
+            with without_modes():  # which would show meta tensors on a GPU
+                self._trace.fused(moved_bytes, [*tensors_in(args)])
 
         return SimpleNamespace(run=run)
 

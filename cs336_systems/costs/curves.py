@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 
-from ..config import FP8_MULTIPLE
+from ..config import FP8_MULTIPLE, SdpaBackend
 from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
 from .kernels import (
+    ATTENTION_SLOWER,
     FACTOR_BYTES,
     KernelModel,
     KernelTime,
@@ -159,6 +160,24 @@ def kernel_model(curves: Curves, precision: MatmulPrecision) -> KernelModel | No
     return None if rates is None else KernelModel(rates, curves.matmuls[precision])
 
 
+@lru_cache(maxsize=64)
+def with_backend(curves: Curves, backend: SdpaBackend) -> Curves:
+    """The curves with fused attention by this backend of PyTorch's, from those measured with the
+    backend that PyTorch chooses by itself. In fp32 these are the same.
+    """
+    slower = ATTENTION_SLOWER.get(backend)
+    if slower is None or curves.on_host:
+        return curves
+    matmuls = dict(curves.matmuls)
+    for precision in {ProductPrecision.BF16, ProductPrecision.FP16} & {*matmuls}:
+        slowed = []
+        for matmul in matmuls[precision]:
+            factor = 1.0 if matmul.form is None else slower.get(matmul.form, 1.0)
+            slowed.append(replace(matmul, time_s=factor * matmul.time_s))
+        matmuls[precision] = tuple(slowed)
+    return replace(curves, matmuls=matmuls)
+
+
 def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
     """Time at so many bytes, from measured times.
 
@@ -220,7 +239,8 @@ def is_for_fp8(matmul: Matmul) -> bool:
 
 
 def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -> Curves:
-    """Times of a device that reaches as much of its data sheet as the one that was measured.
+    """Times of a device that reaches as much of its data sheet as the one that was measured, or
+    as much more or less of it as published measurements of matmuls say.
 
     Matmuls are absent at precisions whose peak either data sheet lacks.
     """
@@ -233,11 +253,11 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
     matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}
     for precision in ProductPrecision:
         rates = curves.rates(precision)
-        peak, reference = target.peak(precision), source.peak(precision)
-        if rates is not None and peak is not None and reference is not None:
+        faster = target.rate_over(source, precision)
+        if rates is not None and faster is not None:
             like = replace(
                 rates,
-                flops_per_s=rates.flops_per_s * peak / reference,
+                flops_per_s=rates.flops_per_s * faster,
                 bytes_per_s=rates.bytes_per_s / by_memory,
                 multiprocessors=target.multiprocessors,
             )

@@ -110,18 +110,18 @@ def _step_by_depth(one: RunConfig, kind: int) -> StepByDepth:
         live_of_one[phase], live = next(lives)
         live_of_block[phase] = Counter(live)
         live_of_block[phase].subtract(live_of_one[phase])
-        changes[phase] = _repeated(
+        changes[phase] = repeated(
             _changes(shallow, *of_shallow[0]), _changes(deeper, *of_deeper[0]), kind
         )
         # of the optimizer one operation updates all parameters, whose time is known by its bytes
         if phase in (Phase.FORWARD, Phase.BACKWARD):
-            launches[phase] = _repeated(
-                _launched(shallow, *of_shallow[1]), _launched(deeper, *of_deeper[1]), kind
+            launches[phase] = repeated(
+                launched(shallow, *of_shallow[1]), launched(deeper, *of_deeper[1]), kind
             )
     return StepByDepth(launches, changes, live_of_one, live_of_block)
 
 
-def _repeated(of_one: Sequence[T], of_two: Sequence[T], kind: int) -> Repeated[T]:
+def repeated(of_one: Sequence[T], of_two: Sequence[T], kind: int) -> Repeated[T]:
     """The list of a model of one block, and the part by which that of two is longer. A block of
     another kind may have parts in several places, as it needs another mask of the whole model.
     """
@@ -175,7 +175,7 @@ def _changes(tape: Tape, begin: int, end: int) -> list[Change]:
     return changes
 
 
-def _launched(tape: Tape, first: int, stop: int) -> list[OperationKey]:
+def launched(tape: Tape, first: int, stop: int) -> list[OperationKey]:
     """The operations that a phase launches."""
     return [_frozen(tape.makes[number]) for number in tape.launches[first:stop]]
 

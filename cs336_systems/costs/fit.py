@@ -10,10 +10,11 @@ from sys import maxsize
 from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
+from .compiled import NotForetoldError, compiled_tape
 from .memory import is_predictable, is_predictable_fast, placed, predict_memory
 from .shards import FP32_BYTES
 from .tape import Tape, interpolated
-from .traces import tape_of, trace_missing
+from .traces import is_compiled, tape_of, trace_missing
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran
@@ -90,17 +91,22 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     leave. As PyTorch's does, it releases cached segments before it fails. So the answer includes
     fragmentation and needs no margin.
     """
+    room_bytes = memory_bytes - outside_bytes(config)
+    if is_compiled(config):
+        with suppress(NotForetoldError):
+            return _fits(compiled_tape(config), room_bytes, is_graphed=config.cuda_graph)
+        return None
     if not (is_predictable(config) or is_predictable_fast(config)):
         return None
-    return _fits(tape_of(config), memory_bytes - outside_bytes(config))
+    return _fits(tape_of(config), room_bytes, is_graphed=config.cuda_graph)
 
 
-def _fits(tape: Tape, room_bytes: int) -> bool:
+def _fits(tape: Tape, room_bytes: int, *, is_graphed: bool = False) -> bool:
     """Whether the tensors of a traced step fit `room_bytes` of memory, as the allocator would place
     them.
     """
     try:
-        placed(tape, room_bytes)
+        placed(tape, room_bytes, is_graphed=is_graphed)
     except OutOfMemoryError:
         return False
     return True
@@ -108,7 +114,7 @@ def _fits(tape: Tape, room_bytes: int) -> bool:
 
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
     """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not
-    predicted.
+    predicted, nor of a compiled step, as each size would be compiled.
     """
     return _largest(lambda size: replace(config, batch_size=size), config.batch_size, memory_bytes)
 

@@ -5,7 +5,7 @@ MFU.
 import csv
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import Precision
@@ -32,6 +32,10 @@ class DeviceSpec:
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or
     uncertain.
     """
+    reached: Mapping[MatmulPrecision, float] = field(default_factory=dict)
+    """Measured rates of large matmuls over those of an H200, by precision; absent where nobody
+    published both.
+    """
     has_mx: bool = False
     """Whether matmuls read scales of 32 elements each (MXFP8)."""
     link_bytes_per_s: float | None = None
@@ -56,12 +60,23 @@ class DeviceSpec:
             return self.fp8_peak_flops_per_s
         return self.peak_flops_per_s.get(Precision(precision))
 
+    def rate_over(self, other: "DeviceSpec", precision: MatmulPrecision) -> float | None:
+        """How many times as fast as on another device matmuls are: as measured on both, or else by
+        their peaks, of which newer devices reach less. None if a peak is not known.
+        """
+        if precision in self.reached and precision in other.reached:
+            return self.reached[precision] / other.reached[precision]
+        peak, reference = self.peak(precision), other.peak(precision)
+        return None if peak is None or reference is None else peak / reference
+
 
 DATA_SHEETS = Path(__file__).with_name("data_sheets.csv")
 """A row for each device: names, peaks in TFLOP/s, bandwidths in GB/s (that of links is of both
 directions), memory in GB, and the GPUs and the network of the manufacturer's usual node (Gbit/s).
-A cell is empty where DeviceSpec has None. Blackwell has no fp32 and tf32, as editions of its data
-sheets disagree.
+A cell is empty where DeviceSpec has None. What matmuls reached is of the tables that the package
+aiconfigurator-core 0.12.0 (NVIDIA, Apache-2.0) has measured with TensorRT-LLM: the median, over all
+shapes whose sides are at least 4,096, of the rate over that of an H200. Blackwell has no fp32 and
+tf32, as editions of its data sheets disagree.
 """
 
 
@@ -73,6 +88,10 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         return float(row[column]) * unit if row[column] else None
 
     peaks = {precision: figure(precision, 1e12) for precision in Precision}
+    reached: dict[MatmulPrecision, float] = {}
+    for precision in (ProductPrecision.BF16, ProductPrecision.FP8):
+        if (rate := figure(f"reached_{precision}", 1.0)) is not None:
+            reached[precision] = rate
     return DeviceSpec(
         names=tuple(row["names"].split(" or ")),
         peak_flops_per_s={precision: peak for precision, peak in peaks.items() if peak},
@@ -80,6 +99,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         multiprocessors=int(row["multiprocessors"] or 1),
         source=row["source"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
+        reached=reached,
         has_mx=bool(row["mx"]),
         link_bytes_per_s=figure("link_gb_per_s", 1e9 / 2),
         gpus_per_node=int(row["node"]) if row["node"] else None,
@@ -123,8 +143,12 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
     Examples: `4090`, `h100 pcie`, `A100-80GB`. SXM stands for each of its generations.
     """
     wanted = bare_name(name).casefold()
-    exact = [device for device in DEVICES if wanted in map(str.casefold, device.names)]
-    meant = [device for device in DEVICES if any(is_short_for(name, full) for full in device.names)]
+    exact, meant = [], []
+    for device in DEVICES:
+        if wanted in map(str.casefold, device.names):
+            exact.append(device)
+        if any(is_short_for(name, full_name) for full_name in device.names):
+            meant.append(device)
     return tuple(exact or meant)
 
 
@@ -141,7 +165,9 @@ def _words(name: str) -> set[str]:
     of any generation counts as the same word.
     """
     words = set(re.findall("[a-z0-9]+", name.casefold())) - {"nvidia", "tesla"}
-    return words | {"sxm"} if any(re.fullmatch(r"sxm\d", word) for word in words) else words
+    if any(re.fullmatch(r"sxm\d", word) for word in words):
+        words.add("sxm")
+    return words
 
 
 def bare_name(device_name: str) -> str:

@@ -87,6 +87,7 @@ GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """The symbol of c10::impl::device_guard_impl_registry, which has a guard for each device."""
 COMPILER_INTERNALS = {
     "Unsupported": "torch._dynamo.exc.Unsupported",
+    "BackendCompilerFailed": "torch._dynamo.exc.BackendCompilerFailed",
     "dynamo_config": "torch._dynamo.config",
     "detect_fake_mode": "torch._dynamo.utils.detect_fake_mode",
     "bindings": "torch._C",

@@ -10,7 +10,7 @@ that no source is named for were fitted to the ceilings of an H100 and an H200, 
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -19,7 +19,7 @@ from math import ceil, exp, inf, log2
 from statistics import median
 from typing import NamedTuple
 
-from ..config import Precision
+from ..config import Precision, SdpaBackend
 from .tape import FP8_BYTES, MATMULS_OF, RESULT_BYTES, Form
 
 ALIGNED_BYTES = 16
@@ -50,6 +50,15 @@ the bytes of an element: tensor cores leave less time to begin and to end.
 """
 WIDTHS = 32, 64, 96, 128, 192, 256
 """Widths of heads for which fused attention has kernels; narrower heads are padded to them."""
+ATTENTION_SLOWER: Mapping[SdpaBackend, Mapping[Form, float]] = {
+    SdpaBackend.FLASH: {Form.ATTENTION: 1.6, Form.ATTENTION_BACKWARD: 1.7},
+    SdpaBackend.EFFICIENT: {Form.ATTENTION: 3.3, Form.ATTENTION_BACKWARD: 4.3},
+}
+"""How many times as long as by cuDNN, which PyTorch itself chooses on Hopper, fused attention of
+half precision takes by these backends: FlashAttention 2 and xFormers' kernels do not use what
+Hopper's tensor cores added. Medians of the published attention study of an H200, heads 64 and 128
+wide and contexts from 8,192 on; Shah et al. 2024 have 1.6 to 1.9 for FlashAttention 2 on an H100.
+"""
 KNOT_OCTAVES = 2.0
 """Distance between the points of the curve from modelled to measured times, and the distance up to
 which a measured kernel counts for one.

@@ -16,6 +16,8 @@ from .recipes import Recipe
 
 AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
 """The ways to share a step, those first whose ranks are neighbours."""
+SELECTIVE = 2
+"""Of `checkpoint`: selective ones."""
 MAX_MICRO_BATCH = 32
 """Most sequences of a micro-batch that are tried: more hardly makes matmuls faster."""
 MOST_CONTEXT = 16
@@ -57,7 +59,9 @@ class Layout:
     accumulate: int = 1
     """Micro-batches of a step, one after the other."""
     checkpoint: int = 0
-    """1: each block keeps its input only, and backward computes the rest again; 0: all is kept."""
+    """1: each block keeps its input only, and backward computes the rest again; SELECTIVE: it also
+    keeps the results of attention and of every second linear layer; 0: all is kept.
+    """
     fp8: Recipe | None = None
     """How linear layers of blocks are computed in fp8; None: in the precision of the step."""
 
@@ -66,9 +70,10 @@ class Layout:
         for one in fields(self):
             if one.name not in ("checkpoint", "fp8") and getattr(self, one.name) < 1:
                 raise ValueError(f"{one.name} must be at least 1, got {getattr(self, one.name)}")
-        if self.stage > 3 or self.checkpoint not in (0, 1):
+        if self.stage > 3 or self.checkpoint not in (0, 1, SELECTIVE):
             raise ValueError(
-                f"needed stage 1 to 3 and checkpoint 0 or 1, got {self.stage} and {self.checkpoint}"
+                f"needed stage 1 to 3 and checkpoint 0 to {SELECTIVE}, got {self.stage} and "
+                f"{self.checkpoint}"
             )
         if self.chunks > 1 and self.pipeline == 1:
             raise ValueError(f"chunks need several stages of a pipeline, got {self.chunks} of one")

@@ -14,11 +14,13 @@ from itertools import accumulate
 from ..config import Parallel, Phase, RunConfig
 from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameters, plain_model
 from .depth import Change, StepByDepth, of_depth, step_by_depth
-from .layout import Layout
+from .layout import SELECTIVE, Layout
 from .memory import rounded_bytes
+from .rank_operations import rank_operations
 from .recipes import cast_bytes
+from .selective import kept_bytes
 from .shards import FP32_BYTES, LOOKUP, REST, Parameter, Unit, factor_bytes
-from .tape import Category, Names, TensorKey
+from .tape import Category, Names, Operation, TensorKey
 from .traces import axes
 
 MATRICES = (
@@ -63,7 +65,7 @@ class Rank:
                 self.config,
                 model=shortened,
                 batch_size=self.layout.micro_batch,
-                checkpoint_blocks=self.layout.checkpoint,
+                checkpoint_blocks=min(self.layout.checkpoint, 1),
             ).alone,
             1,
         )
@@ -73,6 +75,15 @@ class Rank:
         """What the rank does in a step, for each kind of blocks."""
         kinds = range(max(self.model.kinds) + 1)
         return tuple(step_by_depth(self.alone, kind) for kind in kinds)
+
+    def operations(self, kind: int) -> list[Operation]:
+        """The operations of a block's forward pass of this kind."""
+        keys = self.steps[kind].launches[Phase.FORWARD].block
+        layout = self.layout
+        width = "d_model" if self.alone.model_factory is None else str(self.model.d_model)
+        return rank_operations(
+            keys, self.names, layout.tensor, layout.context, layout.expert, width
+        )
 
     @cached_property
     def model(self) -> Blocks:
@@ -332,7 +343,8 @@ class StageMemory:
                 level += more
             _, highest = self._walk(steps.after[phase])
             peak = max(peak, level + highest)
-        return peak + self._more_bytes + self._in_flight_bytes() + self._fp8_bytes()
+        more_bytes = self._more_bytes + self._fp8_bytes() + self._selective_bytes()
+        return peak + self._in_flight_bytes() + more_bytes
 
     def _live(self, phase: Phase, kinds: Iterable[int]) -> Counter[int]:
         """How many tensors of each kind exist when a phase begins, with blocks of these kinds."""
@@ -388,6 +400,19 @@ class StageMemory:
         if not self._is_first:
             return 0
         return round((self._layout.in_flight - 1) * self.kept_bytes(self._kinds))
+
+    def _selective_bytes(self) -> int:
+        """What selective checkpoints keep beside the inputs of blocks, of all but the one whose
+        backward pass is at the peak, which has all of its tensors there.
+        """
+        if self._layout.checkpoint != SELECTIVE:
+            return 0
+        of_kinds = [
+            kept_bytes(self._rank.operations(kind)) for kind in range(len(self._rank.steps))
+        ]
+        in_flight = self._layout.in_flight if self._is_first else 1.0
+        all_bytes = sum(of_kinds[kind] for kind in self._kinds)
+        return round(in_flight * all_bytes) - max(of_kinds[kind] for kind in self._kinds)
 
     def _rank_sizes(self) -> list[int]:
         """Bytes that a rank of this stage has of a tensor of each kind."""

@@ -6,25 +6,26 @@ that go round while attention computes are, as far as attention takes, and so is
 stages send; gathers and reductions of the state run beside kernels, as in `ranks_time`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import exp, hypot, log
 
 from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
 from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
-from .curves import Curves, interpolated
+from .curves import Curves, interpolated, with_backend
 from .depth import step_by_depth
-from .layout import Layout
+from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
 from .rank_operations import rank_operations
 from .ranks_time import Links, Timeline
 from .recipes import casts
+from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
 from .tape import FP8_BYTES, Names, Operation, OperationKind
-from .time import call_time_s, kernel_spread, kernel_time
+from .time import DEVICE_SPREAD, STEP_SPREAD, call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD)
@@ -64,13 +65,14 @@ class _Work:
     """Seconds of operations."""
 
     step_s: float
-    """The longer of the device's time and the host's."""
+    """The longer of the device's time and the host's, or both if the host waits."""
     attention_s: float
     """Kernels of fused attention."""
 
 
 def layout_time(rank: Rank, curves: Curves, links: Links) -> LayoutTime:
     """The time of a step of a rank's layout. Raises DepthError if the model's blocks differ."""
+    curves = with_backend(curves, rank.config.model.sdpa_backend)
     return _LayoutTimer(rank, curves, links).time()
 
 
@@ -83,7 +85,7 @@ class _Kernels:
     outside_s: Mapping[Phase, float]
     """Seconds of the embedding, the head and the loss."""
     spread: float
-    """Nine of ten steps take between the time divided and multiplied by this."""
+    """Nine of ten take between their time divided and multiplied by this."""
 
 
 @lru_cache(maxsize=4096)
@@ -93,16 +95,26 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     """
     tensor, context, expert, recipe = layout.tensor, layout.context, layout.expert, layout.fp8
     names, model = Names(axes(alone)), blocks_of_model(alone)
-    width = "d_model" if alone.model_factory is None else str(model.d_model)
     divided = partial(
-        rank_operations, names=names, tensor=tensor, context=context, expert=expert, width=width
+        rank_operations,
+        names=names,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        width="d_model" if alone.model_factory is None else str(model.d_model),
+        factor_bytes=factor_bytes(alone.precision) if layout.shards > 1 else FP32_BYTES,
     )
+    if layout.checkpoint == SELECTIVE:  # what runs again is added below
+        alone = replace(alone, checkpoint_blocks=0)
     blocks: list[dict[Phase, _Work]] = []
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
         step = step_by_depth(alone, kind)
         launched = {phase: step.launches[phase].block for phase in _PHASES}
         of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
+        if layout.checkpoint == SELECTIVE:
+            again = run_again(of_phases[Phase.FORWARD])
+            of_phases[Phase.BACKWARD] = [*again, *of_phases[Phase.BACKWARD]]
         blocks.append({phase: _work(of_phases[phase], alone, curves) for phase in _PHASES})
         for operations in of_phases.values():
             every += operations
@@ -112,25 +124,32 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         launched_of_one = step_by_depth(alone).launches[phase]
         of_one = _work(divided(launched_of_one.of_one), alone, curves)
         of_block = blocks[0][phase]
-        if recipe is not None:
+        if recipe is not None or layout.checkpoint == SELECTIVE:
             of_block = _work(divided(launched_of_one.block), alone, curves)
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
-    spread = kernel_spread(every, alone.precision, curves).factor
+    spread = kernel_spread(every, alone.precision, curves, step_spread=1.0).factor
     return _Kernels(tuple(blocks), outside_s, spread)
 
 
-def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) -> _Work:
-    """The time of operations that the host launches and the device runs."""
+def _work(operations: Sequence[Operation], config: RunConfig, curves: Curves) -> _Work:
+    """The time of operations that the host launches and the device runs at the same time, until an
+    operation for which the host waits.
+    """
     call_s = call_time_s(config, curves)
-    device_s = host_s = attention_s = 0.0
-    for operation, count in Counter(operations).items():
-        kernel_s = kernel_time(operation, config.precision, curves).time_s
-        launches = count * operation.launches
-        device_s += launches * (kernel_s + curves.gap_s)
-        host_s += launches * operation.host_calls * call_s
+    kernels_s = {
+        operation: kernel_time(operation, config.precision, curves).time_s
+        for operation in set(operations)
+    }
+    step_s = device_s = host_s = attention_s = 0.0
+    for operation in operations:
+        if operation.waits:
+            step_s += max(device_s, host_s)
+            device_s = host_s = 0.0
+        device_s += operation.launches * (kernels_s[operation] + curves.gap_s)
+        host_s += operation.launches * operation.host_calls * call_s
         if operation.kind is OperationKind.ATTENTION:
-            attention_s += launches * kernel_s
-    return _Work(max(device_s, host_s), attention_s)
+            attention_s += operation.launches * kernels_s[operation]
+    return _Work(step_s + max(device_s, host_s), attention_s)
 
 
 class _LayoutTimer:
@@ -141,22 +160,31 @@ class _LayoutTimer:
         self._curves, self._links = curves, links
         layout = rank.layout
         of_kernels = Layout(
-            tensor=layout.tensor, context=layout.context, expert=layout.expert, fp8=layout.fp8
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
+            shard=min(layout.shard, 2),
+            checkpoint=layout.checkpoint,
+            fp8=layout.fp8,
         )
         self._kernels = _kernels(rank.alone, of_kernels, curves)
         self._calls_s: dict[CollectiveCall, float] = {}
-        self._kinds = max(rank.stages, key=self._stage_s)
+        phases_s = [self._phases_of(place) for place in range(len(rank.stages))]
+        slowest = max(range(len(phases_s)), key=lambda place: sum(phases_s[place].values()))
+        self._kinds = rank.stages[slowest]
         """Kinds of the blocks of the slowest stage."""
+        self._phases_s = phases_s[slowest]
+        """Kernels of a micro-batch on it."""
 
     def time(self) -> LayoutTime:
         """All parts of the step's time."""
         layout = self._layout
-        compute_s = sum(self._phases_s().values())
+        compute_s = sum(self._phases_s.values())
         tensor_s = self._tensor_s()
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
         if layout.shards_parameters:
-            compute_s += (2 + layout.checkpoint) * self._weight_casts_s()
+            compute_s += (2 + bool(layout.checkpoint)) * self._weight_casts_s()
         data_s, last_s = self._data_s()
         micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
@@ -171,29 +199,39 @@ class _LayoutTimer:
             exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
-            spread=self._kernels.spread,
+            spread=exp(hypot(log(self._kernels.spread), log(self._step_spread))),
         )
 
+    @property
+    def _step_spread(self) -> float:
+        """How far the step is off beside its kernels. Of several GPUs the slowest decides, and
+        ceilings that come with the program are of other ones.
+        """
+        is_elsewhere = self._curves.is_shipped and self._layout.gpus > 1
+        return STEP_SPREAD if self._curves.is_measured and not is_elsewhere else DEVICE_SPREAD
+
     def _added_up_s(self) -> float:
-        """Passes that add the gradients of each micro-batch but the first to those before."""
+        """Passes that add the gradients of each micro-batch but the first to those before; with a
+        recipe, weights' matmuls add to these themselves, as Transformer Engine's do.
+        """
+        if self._layout.fp8 is not None:
+            return 0.0
         is_kept = self._layout.shards_parameters
         elements = self._rank.elements(self._kinds, is_kept=is_kept)
         moved_bytes = 3 * FP32_BYTES * elements
         return (self._layout.accumulate - 1) * self._curves.pass_s(moved_bytes)
 
-    def _phases_s(self) -> dict[Phase, float]:
-        """Kernels of a micro-batch on the slowest stage, which is taken to have the head."""
-        kernels = self._kernels
-        return {
-            phase: kernels.outside_s[phase]
-            + sum(kernels.blocks[kind][phase].step_s for kind in self._kinds)
-            for phase in _PHASES
-        }
-
-    def _stage_s(self, kinds: Sequence[int]) -> float:
-        """Kernels of the blocks of a stage in a micro-batch."""
-        blocks = self._kernels.blocks
-        return sum(blocks[kind][phase].step_s for kind in kinds for phase in _PHASES)
+    def _phases_of(self, place: int) -> dict[Phase, float]:
+        """Kernels of a micro-batch on the first stage or the last, which has the head and the loss;
+        lookups of the embedding take next to nothing.
+        """
+        stages, kernels = self._rank.stages, self._kernels
+        is_last = place == len(stages) - 1
+        phases_s = {}
+        for phase in _PHASES:
+            blocks_s = sum(kernels.blocks[kind][phase].step_s for kind in stages[place])
+            phases_s[phase] = blocks_s + is_last * kernels.outside_s[phase]
+        return phases_s
 
     # collectives
 
@@ -223,10 +261,13 @@ class _LayoutTimer:
         if self._layout.fp8 is not None:  # inputs and gradients are cast before they are gathered
             gathered_bytes *= FP8_BYTES / factor_bytes(self._rank.alone.precision)
             gather_s = self._call_s(Collective.ALL_GATHER, gathered_bytes, "tensor")
-        pair_s = gather_s + scatter_s
-        passes = 2 + self._layout.checkpoint
+        of_call_s = 2 * (gather_s + scatter_s)
+        if self._layout.checkpoint:
+            of_call_s += gather_s
+        if self._layout.checkpoint == 1:  # selective ones keep what is scattered
+            of_call_s += scatter_s
         outside = 2  # around the embedding and the head
-        return pair_s * len(self._kinds) * TENSOR_CALLS * passes + outside * outside_s
+        return of_call_s * len(self._kinds) * TENSOR_CALLS + outside * outside_s
 
     def _expert_s(self) -> float:
         """All-to-alls of a micro-batch that bring tokens to the ranks of their experts and back, in
@@ -242,7 +283,7 @@ class _LayoutTimer:
         in_node = layout.neighbours("tensor", node) * layout.neighbours("expert", node)
         one_s = self._links.call_s(call, layout.expert_ranks, in_node)
         blocks = sum(self._has_experts(kind) for kind in self._kinds)
-        return EXPERT_CALLS * (2 + layout.checkpoint) * blocks * one_s
+        return EXPERT_CALLS * (2 + bool(layout.checkpoint)) * blocks * one_s
 
     def _has_experts(self, kind: int) -> bool:
         """Whether a block of this kind has experts that ranks divide."""
@@ -290,7 +331,7 @@ class _LayoutTimer:
             return 2 * one_s * (layout.accumulate + layout.pipeline - 1)
         every = layout.chunks * layout.accumulate
         waited = min(layout.chunks_ahead, every)
-        computed_s = self._phases_s()[Phase.FORWARD] / layout.chunks
+        computed_s = self._phases_s[Phase.FORWARD] / layout.chunks
         return 2 * (waited * one_s + (every - waited) * max(0.0, one_s - computed_s))
 
     def _data_s(self) -> tuple[float, float]:
@@ -308,7 +349,7 @@ class _LayoutTimer:
         gradients reduced over all replicas, beside its kernels.
         """
         line = Timeline(Parallel.FSDP.exchange, self._group_s)
-        more_s = line.run(self._stages(gathers, reduces), self._phases_s())
+        more_s = line.run(self._stages(gathers, reduces), self._phases_s)
         return sum(more_s.values())
 
     def _group_s(self, call: CollectiveCall) -> float:

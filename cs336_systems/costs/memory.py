@@ -29,7 +29,7 @@ from ..config import (
 )
 from .allocator import ROUND_BYTES, CachingAllocator, round_up
 from .tape import Category, Tape, TensorSpec
-from .traces import as_costed, has_tape, tape_of
+from .traces import as_costed, has_tape, tape_of, why_untraced
 
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
@@ -73,9 +73,9 @@ class MemoryPrediction:
     """Peak of a step in the steady state."""
     first_step_peak: Peak
     """Peak of the first step, at whose end the optimizer makes its state."""
-    reserved_bytes: int | None
+    reserved_bytes: int
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
-    released; None of a compiled step, as inductor reserves more when it times kernels.
+    released.
     """
     start_bytes: int
     """Allocated when a step begins."""
@@ -104,14 +104,14 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
     """The same, of a step that is known to be predicted."""
-    return memory_of(tape_of(config))
+    return memory_of(tape_of(config), is_graphed=config.cuda_graph)
 
 
-def memory_of(tape: Tape) -> MemoryPrediction:
+def memory_of(tape: Tape, *, is_graphed: bool = False) -> MemoryPrediction:
     """Replay the allocations of a traced step, and read allocated memory at its peak and after each
-    phase.
+    phase. `is_graphed` says whether CUDA graphs of the step are captured.
     """
-    allocator = placed(tape)
+    allocator = placed(tape, is_graphed=is_graphed)
     sizes, levels = allocator.sizes_bytes, allocated_levels(tape, allocator.sizes_bytes)
     first, *_, last = tape.steps
     return MemoryPrediction(
@@ -152,17 +152,38 @@ def residual_stream_bytes(config: RunConfig) -> int:
 
 
 def is_predictable(config: RunConfig) -> bool:
-    """Whether the step's tensors, and so its memory, are known from its configuration."""
+    """Whether the tensors of the eager step, and so its memory, are known from its
+    configuration.
+    """
+    return config == config.without_shortcuts and not _why_not_eager(config) and has_tape(config)
+
+
+def why_not_predicted(config: RunConfig) -> str:
+    """Why the memory of a step that is not compiled as a whole is not predicted; empty if it is."""
+    if config == config.without_shortcuts:
+        reason = _why_not_eager(config)
+    elif not is_fast_step(config):
+        reason = "of steps with shortcuts only the whole of --fast, without checkpoints, is traced"
+    else:
+        reason = ""
+    if reason or has_tape(config):
+        return reason
+    return why_untraced(config) or "the step cannot be traced here"
+
+
+def _why_not_eager(config: RunConfig) -> str:
+    """Which setting of an eager step is the reason that it is not traced; empty without one."""
     half = config.precision in (Precision.BF16, Precision.FP16)
-    refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    return (
-        config == config.without_shortcuts
-        and not refused
-        and config.parallel is not Parallel.OWN
-        and config.own_optimizer is None
-        and config.model.num_layers <= MAX_LAYERS
-        and has_tape(config)
-    )
+    if config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half:
+        backend = config.model.sdpa_backend
+        return f"{backend} attention computes in bf16 and fp16, and not in {config.precision}"
+    if config.parallel is Parallel.OWN:
+        return "the ranks share the step in your own way"
+    if config.own_optimizer is not None:
+        return "the optimizer is your own"
+    if config.model.num_layers > MAX_LAYERS:
+        return f"models of at most {MAX_LAYERS} layers are traced"
+    return ""
 
 
 def is_fast_step(config: RunConfig) -> bool:
@@ -173,7 +194,6 @@ def is_fast_step(config: RunConfig) -> bool:
     settings = (
         config.fused_blocks,
         config.fused_loss,
-        config.compile_blocks,
         config.cuda_graph,
         config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
         model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
@@ -184,20 +204,32 @@ def is_fast_step(config: RunConfig) -> bool:
 
 
 def is_predictable_fast(config: RunConfig) -> bool:
-    """The same of a step in the fastest known way, in one process: its tape has what compiled
-    blocks keep, as these are fused by hand.
+    """The same of a step in the fastest known way: its tape has what compiled blocks keep, as these
+    are fused by hand, and what ranks gather and receive.
     """
-    is_alone = config.model_factory is None and not config.is_shared
-    return is_alone and is_fast_step(config) and has_tape(config)
+    return config.model_factory is None and is_fast_step(config) and has_tape(config)
 
 
-def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:
+def placed(
+    tape: Tape, capacity_bytes: float = inf, *, is_graphed: bool = False
+) -> CachingAllocator:
     """The simulated allocator after it has replayed the tape; raises OutOfMemoryError if a tensor
     does not fit.
+
+    With CUDA graphs the steps before them run on a stream of their own, whose blocks no other
+    stream gets; then what is free is released, and the graphs have a pool to themselves
+    (model/fast/step_graph.py).
     """
     allocator = CachingAllocator(capacity_bytes)
     requests = [(spec.size_bytes, spec.stream) for spec in tape.specs]
-    allocator.replay(tape.events, tape.tensors, requests)
+    if not is_graphed:
+        allocator.replay(tape.events, tape.tensors, requests)
+        return allocator
+    (_, first, _), (_, last, _) = tape.steps[0][0], tape.steps[-1][0]
+    allocator.replay(tape.events[:first], tape.tensors, requests)
+    allocator.replay(tape.events[first:last], tape.tensors, requests, "before the graphs ")
+    allocator.release_free_segments()
+    allocator.replay(tape.events[last:], tape.tensors, requests, "graphs ")
     return allocator
 
 

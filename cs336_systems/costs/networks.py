@@ -2,7 +2,7 @@
 network adapters that its usual node has; measured collectives come first, and then data sheets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from .communication import Collective
@@ -44,43 +44,58 @@ def links_of(
     Raises ValueError if a rate is not known.
     """
     node = gpus_per_node or (device.gpus_per_node if device else None) or USUAL_NODE
-    sources = []
+    network_source = ""
     if gpus <= node:
         network_bytes_per_s = None
-    elif network_bytes_per_s is None:
+    elif network_bytes_per_s is not None:
+        network_source = "network: given"
+    else:
         if device is None or device.network_bytes_per_s is None:
             raise ValueError(
                 f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
                 "`cs336 plan` takes --network-gb-per-s"
             )
         network_bytes_per_s = NETWORK_EFFICIENCY * device.network_bytes_per_s
-        sources.append(
+        network_source = (
             f"network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
             f"({device.network})"
         )
-    else:
-        sources.append("network: given")
     links = partial(Links, gpus_per_node=node, network_bytes_per_s=network_bytes_per_s)
-    if node_bytes_per_s is not None:
-        return links(node_bytes_per_s=node_bytes_per_s), "; ".join(["node: given", *sources])
     measured_ones = measured_links(measured, node, network_bytes_per_s)
-    if measured_ones is not None:
-        sources.insert(0, f"node: collectives among {measured_ones.measured_ranks} measured")
-        return measured_ones, "; ".join(sources)
-    if gpus == 1:
-        return links(node_bytes_per_s=1.0), "no links are used"
+    if node_bytes_per_s is not None:
+        joined, node_source = links(node_bytes_per_s=node_bytes_per_s), "node: given"
+    elif measured_ones is not None:
+        joined = measured_ones
+        node_source = f"node: collectives among {joined.measured_ranks} measured"
+    elif gpus == 1:
+        joined, node_source = links(node_bytes_per_s=1.0), "no links are used"
+    else:
+        one_way = _one_way_bytes_per_s(name, device)
+        joined = _like_reference(links, one_way)
+        node_source = (
+            f"node: {one_way / 1e9:g} GB/s one way by the data sheet, used as far as two H200 use "
+            "theirs, by message size"
+        )
+    return joined, "; ".join(filter(None, [node_source, network_source]))
+
+
+def _one_way_bytes_per_s(name: str, device: DeviceSpec | None) -> float:
+    """The rate of a GPU's links to others of its node, one way, by its data sheet; raise ValueError
+    if that has none.
+    """
     if device is None or device.link_bytes_per_s is None:
         raise ValueError(
             f"no collectives among several {name} were measured, and how they are joined is not in "
             "its data sheet; `cs336 plan` takes --node-gb-per-s"
         )
-    ratio = device.link_bytes_per_s / REFERENCE_BYTES_PER_S
+    return device.link_bytes_per_s
+
+
+def _like_reference(links: Callable[..., Links], one_way_bytes_per_s: float) -> Links:
+    """Links of this rate, of which collectives use as much as those of the reference do: in the
+    same time they send so many times the bytes.
+    """
+    ratio = one_way_bytes_per_s / REFERENCE_BYTES_PER_S
     times = {round(ratio * num_bytes): time_s for num_bytes, time_s in REFERENCE_S.items()}
-    sources.insert(
-        0,
-        f"node: {device.link_bytes_per_s / 1e9:g} GB/s one way by the data sheet, used as far as "
-        "two H200 use theirs, by message size",
-    )
     largest = max(times)
-    joined = links(node_bytes_per_s=largest / times[largest], times={Collective.ALL_REDUCE: times})
-    return joined, "; ".join(sources)
+    return links(node_bytes_per_s=largest / times[largest], times={Collective.ALL_REDUCE: times})

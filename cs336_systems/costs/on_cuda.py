@@ -7,7 +7,7 @@ autocast meets them: also those that others are made of, such as the power in `s
 those in PyTorch's source (2.11 to 2.13).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -147,24 +147,30 @@ def _is_cast(value: Any) -> bool:
 
 def _autocast(operator: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments as autocast passes them on."""
-    low = torch.get_autocast_dtype("cuda")
-    dtype = low if name in IN_LOW_PRECISION else torch.float32
     if name in INTO_FP32:
-        place = [argument.name for argument in operator._schema.arguments].index("dtype")
-        is_asked = kwargs.get("dtype", args[place] if place < len(args) else None) is not None
-        if is_asked or not _is_cast(args[0]):
-            return args, kwargs
-        return args[:place], kwargs | {"dtype": torch.float32}
-    if name in IN_WIDEST:
-        is_wide = any(
-            _is_cast(value) and value.dtype is torch.float32 for value in (*args, *kwargs.values())
-        )
-        dtype = torch.float32 if is_wide else low
+        return _with_result_in_fp32(operator, args, kwargs)
+    dtype = torch.float32
+    if name in IN_LOW_PRECISION or (name in IN_WIDEST and not _has_fp32((*args, *kwargs.values()))):
+        dtype = torch.get_autocast_dtype("cuda")
     named = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
-    # C++ casts a bias before its weight, as it evaluates arguments from the last to the first;
-    # so backward makes the weight's gradient first
-    others = [_weights.cast(value, dtype) for value in reversed(args[1:])]
-    return (*[_weights.cast(value, dtype) for value in args[:1]], *reversed(others)), named
+    # C++ evaluates arguments from the last to the first, so that a bias is cast before its weight,
+    # and backward makes the weight's gradient first
+    positional = [_weights.cast(value, dtype) for value in reversed(args)]
+    return tuple(reversed(positional)), named
+
+
+def _with_result_in_fp32(operator: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with fp32 as the result's type, unless the caller asks for a type."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("dtype") is not None or not _is_cast(args[0]):
+        return args, kwargs
+    return args[: names.index("dtype")], kwargs | {"dtype": torch.float32}
+
+
+def _has_fp32(values: Iterable[Any]) -> bool:
+    """Whether a tensor that autocast would cast is in fp32."""
+    return any(_is_cast(value) and value.dtype is torch.float32 for value in values)
 
 
 # ---- operators that CUDA has and meta decomposes

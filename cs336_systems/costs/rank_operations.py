@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .recipes import BF16_BYTES, Recipe, casts, in_fp8, takes_fp8
+from .shards import FP32_BYTES
 from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
 
 
@@ -16,11 +17,13 @@ def rank_operations(
     expert: int = 1,
     width: str = "d_model",
     recipe: Recipe | None = None,
+    factor_bytes: int = FP32_BYTES,
 ) -> list[Operation]:
     """The operations of a rank of a tensor group, of a ring of so many contexts and of a group that
     divides experts, from those of whole matrices on the rank's part of the context. `width` is the
     side of matrices that is the residual stream's. With a `recipe`, matmuls are in fp8, and their
-    factors are cast before.
+    factors are cast before. Experts' matmuls have factors of at most `factor_bytes`: autocast
+    leaves them in fp32, and ranks that keep or gather copies of weights have these for them too.
 
     A tensor group divides the hidden layer and the heads, as Megatron-LM does: the first matrix by
     columns and the last by rows; what lies between matrices is divided by tokens. Experts stay
@@ -52,14 +55,15 @@ def rank_operations(
                 is_after_attention &= not writes
             if tensor > 1:
                 arguments = _divided(arguments, names, tensor, is_row)
+        if make == "experts":
+            form, *sides, element_bytes, batch = arguments
+            most_bytes = factor_bytes if recipe is None else BF16_BYTES
+            arguments = [form, *sides, min(element_bytes, most_bytes), batch]
         key = (views, make, *arguments)
         if key not in made:
             whole = getattr(maker, make)(*arguments)
             if views:
                 whole = replace(whole, views=views)
-            if recipe is not None and make == "experts":
-                # autocast leaves grouped matmuls in fp32, and recipes do not
-                whole = replace(whole, element_bytes=BF16_BYTES)
             in_recipe = in_fp8(whole) if recipe is not None and takes_fp8(whole) else whole
             made[key] = whole, _of_rank(in_recipe, tensor, context)
         whole, operation = made[key]

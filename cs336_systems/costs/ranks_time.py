@@ -20,7 +20,7 @@ from ..choices import ExchangeRules
 from ..config import Phase, RunConfig
 from .communication import Collective, CollectiveCall, Stage, exchanges, sent_share, stages
 from .curves import Curves, interpolated
-from .shards import FP32_BYTES, parameters_of
+from .shards import gradient_bytes, parameters_of
 from .time import TimePrediction, step_time
 
 SPEED_BESIDE = 0.5
@@ -234,7 +234,7 @@ class _Exchanged:
             phase: kernel_factor * time_s / config.accumulate_steps
             for phase, time_s in compute.phases_s.items()
         }
-        line = Timeline(rules, call_s)
+        line = Timeline(rules, call_s, sends_updates_beside=config.cast_once)
         self.more_s = line.run(steps, micro_batch_s)
         """How much longer each phase takes."""
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION):
@@ -243,12 +243,14 @@ class _Exchanged:
         """How much longer kernels take because of the collectives beside them."""
         # passes over gradients after backward: they are copied into one tensor, or those of all
         # ranks are added up
-        elements = sum(parameter.elements for parameter in parameters_of(config))
+        num_bytes = sum(gradient_bytes(parameter, config) for parameter in parameters_of(config))
         passes_s = 0.0
         if rules.bucket_bytes == inf:
-            passes_s = curves.pass_s(2 * FP32_BYTES * elements)
+            passes_s = curves.pass_s(2 * num_bytes)
         elif rules.copies and not config.parallel.shards_parameters:
-            passes_s = (config.ranks - 1) * curves.pass_s(3 * FP32_BYTES * elements)
+            # the fast model's optimizer adds them up, and only reads them
+            moved_bytes = num_bytes if config.cast_once else 3 * num_bytes
+            passes_s = (config.ranks - 1) * curves.pass_s(moved_bytes)
         self.more_s[Phase.COMMUNICATION] += kernel_factor * passes_s
         self.communication_s = 0.0
         """All collectives, one after the other."""
@@ -260,11 +262,19 @@ class _Exchanged:
 class Timeline:
     """Two queues that run at the same time: kernels in order, and collectives in order."""
 
-    def __init__(self, rules: ExchangeRules, call_s: Callable[[CollectiveCall], float]) -> None:
+    def __init__(
+        self,
+        rules: ExchangeRules,
+        call_s: Callable[[CollectiveCall], float],
+        *,
+        sends_updates_beside: bool = False,
+    ) -> None:
         """Start a step at time 0, of a way of `--parallel` with these rules; `call_s` gives the
-        seconds of a collective.
+        seconds of a collective. With `sends_updates_beside` a sharded optimizer sends while it
+        computes; otherwise it waits for the parameters of other ranks.
         """
         self._call_s = call_s
+        self._sends_updates_beside = sends_updates_beside
         self.now_s = 0.0
         """When the last kernel has ended."""
         self.sent_s = 0.0
@@ -304,9 +314,11 @@ class Timeline:
         waiting = Phase.BACKWARD if self._rules.ends_in_backward else Phase.COMMUNICATION
         more_s[waiting] += max(0.0, self.sent_s - self.now_s)
         for stage in steps:
-            # the optimizer has nothing to compute while it waits for parameters of other ranks
             if stage.phase is Phase.OPTIMIZER and stage.sends:
-                more_s[Phase.OPTIMIZER] = sum(map(self._call_s, stage.sends))
+                sent_s = sum(map(self._call_s, stage.sends))
+                # the fast model's optimizer updates while it sends what it has updated before
+                beside_s = phases_s[Phase.OPTIMIZER] if self._sends_updates_beside else 0.0
+                more_s[Phase.OPTIMIZER] = max(sent_s - beside_s, 0.0)
         return {phase: max(0.0, time_s) for phase, time_s in more_s.items()}
 
     def _send(self, sent: Sequence[CollectiveCall]) -> float:

@@ -90,6 +90,20 @@ def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
     return tuple(replace(one, is_looked_up=one in looked_up) for one in parameters)
 
 
+def gradient_bytes(parameter: Parameter, config: RunConfig) -> int:
+    """Bytes of a parameter's whole gradient, as ranks exchange it.
+
+    Where a step reads weights that are cast once, matrices have 16-bit gradients, and a table that
+    tokens look up, too, has one in fp32 besides.
+    """
+    if not config.cast_once:
+        return FP32_BYTES * parameter.elements
+    if not parameter.multiplied_elements:
+        return FP32_BYTES * parameter.elements
+    is_tied = LOOKUP in parameter.modules
+    return (HALF_BYTES + (FP32_BYTES if is_tied else 0)) * parameter.elements
+
+
 def _stacks_of_experts(tape: Tape) -> dict[str, int]:
     """The number of experts of each module that has the matrices of all its experts in one
     parameter.

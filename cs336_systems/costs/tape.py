@@ -132,6 +132,8 @@ class Operation:
     """Number of views before the operation, and of other calls; each takes the host about as
     long as a launch.
     """
+    waits: bool = False
+    """Whether the host waits for the device before it launches the kernels, to read numbers."""
 
     @property
     def host_calls(self) -> int:
@@ -440,8 +442,14 @@ class OperationMaker:
     def experts(
         self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str
     ) -> Operation:
-        """The matmuls of `batch` experts, each with the tokens that chose it."""
-        return self.matmul(form, rows, inner, columns, element_bytes, batch)
+        """The matmuls of `batch` experts, each with the tokens that chose it: one kernel in half
+        precision. In fp32, where PyTorch has no such kernel, the host reads how many tokens each
+        expert has, and launches the matmuls one after the other.
+        """
+        if element_bytes <= RESULT_BYTES:
+            return self.matmul(form, rows, inner, columns, element_bytes, batch)
+        of_one = self.matmul(form, rows, inner, columns, element_bytes, "1")
+        return replace(of_one, launches=self.names.size(batch), waits=True)
 
     def attention(
         self,
@@ -498,10 +506,10 @@ def interpolated(tapes: Mapping[int, Tape], number: int) -> Tape:
     """An estimate for a number, from tapes for others: a polynomial through the bytes of each
     tensor.
     """
-    shares = []
-    for one in tapes:
-        others = [other for other in tapes if other != one]
-        shares.append(prod(Fraction(number - other, one - other) for other in others))
+    shares = []  # Lagrange's basis polynomials
+    for traced in tapes:
+        others = [other for other in tapes if other != traced]
+        shares.append(prod(Fraction(number - other, traced - other) for other in others))
     kinds: dict[tuple[int, ...], int] = {}
     rows = zip(*(tape.tensors for tape in tapes.values()), strict=True)
     tensors = [kinds.setdefault(row, len(kinds)) for row in rows]

@@ -20,10 +20,18 @@ from typing import NamedTuple
 from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
-from .curves import FASTER_LAUNCHES, PASS_SPREAD, SLOWER_LAUNCHES, Curves, interpolated
+from .compiled import compiled_tape, has_compiled_kernels, uncompiled
+from .curves import (
+    FASTER_LAUNCHES,
+    PASS_SPREAD,
+    SLOWER_LAUNCHES,
+    Curves,
+    interpolated,
+    with_backend,
+)
 from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
-from .shards import plain
+from .shards import FP32_BYTES, plain
 from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
 from .traces import as_costed, own_parameters, prepare, require_tape, tape_of
 
@@ -70,6 +78,8 @@ class KernelLaunch:
     kernel_s: float
     """Time that the device needs for each."""
     count: int = 1
+    waits: bool = False
+    """Whether the host waits for the device before it launches the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,16 +164,20 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     Of a step on several ranks these are the kernels of one rank, without any communication. Each
     call of the host is assumed to take as long as one launch (`host_calls`).
 
-    None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts,
-    except, on one rank, CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
-    whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
-    precisions in which no matmul, or none that is large enough, was measured.
+    None for what is not predicted: eager steps that `predict_memory` does not predict; compiled
+    ones that `predict_compiled_memory` does not, or whose tapes are not at hand, as compiling takes
+    half a minute, or that several ranks share, as what the wrappers of ranks make the host do
+    between compiled parts is not known; other shortcuts, except CUDA graphs alone and all of
+    `--fast` together; tokens from a file; fp16, whose gradient scaler waits for the device; the
+    math backend of PyTorch's attention; and precisions in which no matmul, or none that is large
+    enough, was measured.
     """
-    if not has_known_kernels(config.alone, curves):
+    alone = config.alone
+    if not has_known_kernels(alone, curves):
         return None
-    if config.is_shared and not is_predictable(config.alone):
+    if config.is_shared and not (is_predictable(alone) or is_predictable_fast(alone)):
         return None
-    return _step_time(as_costed(config), curves)
+    return _step_time(as_costed(config), with_backend(curves, config.model.sdpa_backend))
 
 
 def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -> None:
@@ -208,7 +222,11 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
         config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     )
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(config.without_graph) or is_predictable_fast(config)
+    is_known = (
+        is_predictable(config.without_graph)
+        or is_predictable_fast(config)
+        or has_compiled_kernels(config)
+    )
     return not refused and is_known and has_large_matmuls(config, curves)
 
 
@@ -221,8 +239,8 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
     model = config.model
     if config.model_factory is None:
         needed = config.batch_size * model.context_length * model.d_model * model.d_ff
-    elif is_predictable(config):
-        needed = max((matmul.multiplications for matmul in _matmuls(config)), default=0)
+    elif is_predictable(eager := uncompiled(config)):
+        needed = max((matmul.multiplications for matmul in _matmuls(eager)), default=0)
     else:
         return False
     needed_precisions: list[MatmulPrecision] = [config.precision]
@@ -272,6 +290,7 @@ def _replayed(
             host_s=0.0 if is_replayed else operation.host_calls * call_s,
             kernel_s=kernel_factor * kernel_time(operation, config.precision, curves).time_s,
             count=operation.launches,
+            waits=operation.waits,
         )
 
     launches = {phase: [*map(launch_of, launched)] for phase, launched in phases.items()}
@@ -299,7 +318,8 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
-    tape = tape_of(config.alone)
+    alone = config.alone
+    tape = compiled_tape(alone) if has_compiled_kernels(alone) else tape_of(alone)
     phases: dict[Phase, list[Operation]] = {}
     for phase, _, (first, stop) in phases_of(tape, -1):
         if phase is not Phase.STEP and first < stop:
@@ -342,9 +362,15 @@ def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> K
 
 
 def factors_of(operation: Operation, precision: Precision) -> ProductPrecision:
-    """The precision of a matmul's factors in a step of this precision: its own, or fp8."""
-    is_fp8 = operation.element_bytes == FP8_BYTES
-    return ProductPrecision.FP8 if is_fp8 else ProductPrecision(precision)
+    """The precision of a matmul's factors in a step of this precision: its own, or fp8, or fp32
+    where autocast leaves a matmul in it, as it does those of experts that run as one kernel.
+    """
+    if operation.element_bytes == FP8_BYTES:
+        return ProductPrecision.FP8
+    is_half = precision in (Precision.BF16, Precision.FP16)
+    if is_half and operation.element_bytes == FP32_BYTES:
+        return ProductPrecision.FP32
+    return ProductPrecision(precision)
 
 
 class KernelSpread(NamedTuple):
@@ -356,9 +382,10 @@ class KernelSpread(NamedTuple):
 
 
 def kernel_spread(
-    launched: Iterable[Operation], precision: Precision, curves: Curves
+    launched: Iterable[Operation], precision: Precision, curves: Curves, step_spread: float = 0.0
 ) -> KernelSpread:
-    """How sure the time of these operations is.
+    """How sure the time of these operations is, of a step that differs from its kernels by
+    `step_spread`; by default as steps on one device do.
 
     Kernels of one form are off together, so that their errors add up; those of different forms are
     not, so that the squares do.
@@ -373,7 +400,7 @@ def kernel_spread(
         errors_s[kind] += total_s * log(time.high_s / time.low_s) / 2
         if time.is_extrapolated:
             extrapolated_s += total_s
-    spread = STEP_SPREAD if curves.is_measured else DEVICE_SPREAD
+    spread = step_spread or (STEP_SPREAD if curves.is_measured else DEVICE_SPREAD)
     if not all_s:
         return KernelSpread(spread, 0.0)
     error = hypot(log(spread), *(error_s / all_s for error_s in errors_s.values()))
@@ -440,6 +467,8 @@ def replay(
     for phase, launches in phases.items():
         for launch in launches:
             host_each_s, kernel_s = launch.host_s, launch.kernel_s
+            if launch.waits and device_s > host_s:
+                host_s = device_s
             for _ in range(launch.count):  # no calls of max, for speed
                 if waits and device_s > host_s:
                     host_s = device_s
@@ -558,4 +587,5 @@ def flops_of(operation: Operation) -> int:
     """FLOPs of matmuls, fused attention in full; those of other operations do not count."""
     if not operation.is_matmul:
         return 0
-    return 2 * operation.multiplications * MATMULS_OF.get(operation.form, 1)
+    matmuls = operation.launches * MATMULS_OF.get(operation.form, 1)
+    return 2 * operation.multiplications * matmuls

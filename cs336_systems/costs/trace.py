@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..config import Phase
 from .graphs import all_tensors, sorted_nodes
 from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
+from .positions import Positions
 from .routing import Routing
 from .tape import WIDTHS, Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
@@ -50,6 +51,8 @@ UNREDUCED = frozenset(["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "so
 """Losses whose mean or sum keeps the memory of the losses of all elements, in which it stands
 (aten/src/ATen/native/BinaryOps.cpp and Loss.cpp, cuda/Loss.cu).
 """
+
+EFFICIENT_ATTENTION = "_scaled_dot_product_efficient_attention"
 
 COPIED = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
 """Operators that copy so many of their first tensors if these are not contiguous
@@ -108,6 +111,7 @@ class StepTrace:
         self.usual = usual
         """The function for all other operations."""
         self.routing = Routing()
+        self.positions = Positions()
         self.made: list[list[Any]] = []
         """Of each tensor by its handle: category, label, shape, bytes per element, stream."""
         self.events: list[int] = []
@@ -124,10 +128,6 @@ class StepTrace:
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
-        self._positions: dict[int, range] = {}
-        """The values in storages that `arange` has filled, and of sums with these, by their
-        address.
-        """
         self.is_engine_calling = False
         """Whether autograd itself has called the operator that is dispatched, and no other code."""
         self._last_sum: tuple[int, int] | None = None
@@ -297,7 +297,6 @@ class StepTrace:
                 self.tensor(tensor.untyped_storage(), "model", tensor.element_size(), shape)
 
     def _forget(self, key: int) -> None:
-        self._positions.pop(key, None)
         if not self._hands_over(key):
             self._drop(key)
         del self._handles[key], self._watches[key]
@@ -419,33 +418,46 @@ class StepTrace:
         ins = [*tensors_in((args, *others))]
         if not outs and not ins:
             return
+        if name == EFFICIENT_ATTENTION:
+            outs = outs[:2]  # its seeds are on the host
         self.routing.note(name, ins, args, outs)
-        label = self._label(name)
-        known = len(self.made)
-        if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
-            batch, heads, queries, _ = outs[0].shape
-            padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
-            self.tensor(outs[1].untyped_storage(), label, 4, padded)
-            outs = outs[:2]  # seeds are on the host
-        elif name in UNREDUCED and outs[0].dim() == 0:
-            elements = self.names.product(max(tensor.numel() for tensor in ins))
-            self.tensor(outs[0].untyped_storage(), label, outs[0].element_size(), elements)
-        self._follow_positions(name, args, outs)
+        try:
+            self.positions.follow(name, args, outs)
+        except IndexError as error:
+            raise IndexError(f"{self.place}{error}") from None
+        first_new = len(self.made)
         copies = self._copies(ins[: COPIED.get(name, 0)])
-        handles = [
-            self.tensor(out.untyped_storage(), label, out.element_size(), self._sizes_of(out))
-            for out in (reversed(outs) if name == "native_dropout" else outs)  # its mask is first
-        ]
+        handles = self._add_results(name, ins, outs)
         if name == "add" and self.is_engine_calling and not torch.is_grad_enabled():
             self._note_sum(args[0], outs[0])
         self.events += [~copy for copy in copies]
-        makes_nothing = all(handle is None or handle < known for handle in handles)
+        is_new = any(handle is not None and handle >= first_new for handle in handles)
         is_written = name.endswith("_") or "out" in kwargs
-        is_view = makes_nothing and len(outs) > 0 and not is_written
+        is_view = len(outs) > 0 and not is_new and not is_written
         if is_view or name in SILENT:
             self._views += 1
             return
         self.launchers.get(name, self.usual)(self, Dispatch(name, ins, outs, args))
+
+    def _add_results(
+        self, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> list[int | None]:
+        """The handles of an operation's results, of which those that are new are added. Some take
+        more memory than their elements.
+        """
+        label = self._label(name)
+        if name == EFFICIENT_ATTENTION:  # pads the sums (cuda/attention.cu)
+            batch, heads, queries, _ = outs[0].shape
+            padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
+            self.tensor(outs[1].untyped_storage(), label, 4, padded)
+        elif name in UNREDUCED and outs[0].dim() == 0:
+            elements = self.names.product(max(tensor.numel() for tensor in ins))
+            self.tensor(outs[0].untyped_storage(), label, outs[0].element_size(), elements)
+        handles = []
+        for out in reversed(outs) if name == "native_dropout" else outs:  # whose mask is made first
+            shape = self._sizes_of(out)
+            handles.append(self.tensor(out.untyped_storage(), label, out.element_size(), shape))
+        return handles
 
     def _copies(self, tensors: Iterable[Tensor]) -> list[int]:
         """The handles of the copies that a kernel makes first of those that are not contiguous."""
@@ -469,38 +481,6 @@ class StepTrace:
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
         is_own = self.names.axes.keys() <= {BATCH}
         return " ".join(map(self.names.product, tensor.shape)) if is_whole and is_own else None
-
-    def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
-        """Know the positions of tokens, which are no data, and refuse those that a table does
-        not have.
-        """
-        if name == "arange" and all(isinstance(bound, int) for bound in args):
-            self._positions[address_of(outs[0].untyped_storage())] = range(*args)
-        elif name == "add" and isinstance(args[1], int) and (before := self._values(args[0])):
-            moved = range(before.start + args[1], before.stop + args[1], before.step)
-            if len(moved) == outs[0].numel():  # which it is not if the positions are repeated
-                self._positions[address_of(outs[0].untyped_storage())] = moved
-        elif name.endswith("_") and args and isinstance(args[0], Tensor):
-            self._positions.pop(address_of(args[0].untyped_storage()), None)
-        elif name in ("embedding", "index"):
-            indices = args[1] if name == "index" else args[1:2]
-            for rows, index in zip(args[0].shape, indices, strict=False):
-                values = self._values(index)
-                last = max(values, default=-1)
-                if last >= rows:
-                    raise IndexError(
-                        f"{self.place}a table of {rows:,} rows has no position {last:,}"
-                    )
-
-    def _values(self, tensor: Tensor | None) -> range:
-        """The values from the first to the last of a tensor's; none if they are not known."""
-        if tensor is None:
-            return range(0)
-        values = self._positions.get(address_of(tensor.untyped_storage()), range(0))
-        first = tensor.storage_offset()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = first + sum((size - 1) * stride for size, stride in steps)
-        return values[first : last + 1]
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""

@@ -332,11 +332,7 @@ def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
     asked: Asked = {}
     names = []
     for config in configs:
-        key = compiled_as(config)
-        name = compiled_name(key, COMPILER)
-        if name not in _shipped():
-            installed = torch_version() or ""
-            name = compiled_name(key, installed.partition("+")[0])
+        key, name = _compiled_key(config)
         if _kept(name) is None:
             asked[name] = key, {}
         names.append(name)
@@ -352,9 +348,26 @@ def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
     return tapes
 
 
+def is_compiled_at_hand(config: RunConfig) -> bool:
+    """Whether the tape of a step under torch.compile is there without compiling."""
+    _, name = _compiled_key(config)
+    kept = _kept(name)
+    return kept is not None and bool(_decoded(kept).steps)
+
+
+def _compiled_key(config: RunConfig) -> tuple[RunConfig, str]:
+    """The configuration that is compiled in place of this one, and the name of its tape."""
+    key = compiled_as(config)
+    name = compiled_name(key, COMPILER)
+    if name not in _shipped():
+        installed = torch_version() or ""
+        name = compiled_name(key, installed.partition("+")[0])
+    return key, name
+
+
 def compiled_as(config: RunConfig) -> RunConfig:
     """The configuration that is compiled in place of this one."""
-    config = replace(as_costed(config), device=Device.CUDA)
+    config = replace(as_costed(config), device=Device.CUDA).without_graph
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)
     return replace(config, model=replace(config.model, rope_theta=1.0))

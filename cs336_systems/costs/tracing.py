@@ -8,7 +8,7 @@ autocast do otherwise than its meta kernels, `on_cuda.py` and `operators.py` say
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from math import inf
@@ -25,6 +25,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .allocator import round_up
 from .internals import (
     FakeTensor,
     TensorBase,
@@ -98,19 +99,22 @@ def _is_in_place(function: Any) -> bool:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The result, without data, that CUDA's kernel makes of a product of matrices in groups, each
-    with a factor of its own; PyTorch's kernel for meta tensors refuses fp32, which CUDA takes.
+    """The empty result of PyTorch's grouped matmul: `a` and `b` hold a factor each for every group.
 
-    `a` is (groups, rows, inner) or, with all groups one after the other, (all rows, inner) or
-    (rows, all inner); `b` likewise. `offsets` (groups,) says where groups end in the axis that they
-    share. The result is (groups, rows, columns) if both or none of the factors have the axis of
-    groups, else (rows, columns). Its rows begin at multiples of 16 bytes, so that its storage is
-    larger than its elements (create_grouped_gemm_output_tensor in GroupedMMUtils.h).
+    `a` is (groups, rows, inner), or has all groups one after the other: (all rows, inner) or (rows,
+    all inner); `b` likewise. `offsets` (groups,) says where groups end in the axis that they share.
+    The result is (groups, rows, columns) if both or none of the factors have the axis of groups,
+    else (rows, columns). PyTorch's kernel for meta tensors refuses fp32, which CUDA's takes.
     """
-    groups = [len(offsets if offsets is not None else a)] if a.dim() == b.dim() else []
-    rows, columns, multiple = a.shape[-2], b.shape[-1], 16 // a.element_size()
-    width = -(-columns // multiple) * multiple
-    shape, strides = (*groups, rows, columns), (*[rows * width for _ in groups], width, 1)
+    rows, columns = a.shape[-2], b.shape[-1]
+    # rows begin at multiples of 16 bytes (create_grouped_gemm_output_tensor in GroupedMMUtils.h)
+    row_stride = round_up(columns, 16 // a.element_size())
+    shape: tuple[int, ...] = (rows, columns)
+    strides: tuple[int, ...] = (row_stride, 1)
+    if a.dim() == b.dim():
+        groups = len(a) if offsets is None else len(offsets)
+        shape = (groups, *shape)
+        strides = (rows * row_stride, *strides)
     return torch.empty_strided(shape, strides, dtype=a.dtype, device="meta")
 
 
@@ -279,6 +283,89 @@ class _Switch:
             self._turn_on(patches)
 
 
+Patch = tuple[Any, str, Callable[..., Any]]
+"""A module or class of PyTorch, the name of a function there, and what stands for it in a trace."""
+
+
+def _patches(trace: StepTrace) -> list[Patch]:
+    """All functions of PyTorch that do otherwise while a step is traced."""
+    patches: list[Patch] = [
+        (torch.cuda.amp.common, "amp_definitely_not_available", _never),
+        (torch, "compile", lambda model=None, **_: (lambda it: it) if model is None else model),
+    ]
+    for name in vars(nn.init):
+        if name.endswith("_") and not name.startswith("_"):
+            patches.append((nn.init, name, lambda tensor, *_, **__: tensor))
+    # functions written in Python run as usual, and only what they call gets to the modes
+    for module in (F, tensor_module, torch.autograd, torch.functional):
+        names = [name for name in vars(module) if name.startswith("has_torch_function")]
+        patches += [(module, name, _never) for name in names]
+    for name, function in _cuda_of(trace).items():
+        patches.append((torch.cuda, name, function))
+    return [*patches, *_patches_of_memory(trace)]
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _no_guard(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _cuda_of(trace: StepTrace) -> dict[str, Callable[..., Any]]:
+    """The functions of torch.cuda as steps see them that run on the GPU of the trace."""
+
+    def is_capturing() -> bool:
+        """Answer yes within modules, so that transformers does not look at values, which meta
+        tensors lack.
+
+        The answer is no where transformers decides whether it needs a mask and there is no padding
+        mask. It is no outside of modules too, where optimizers of torch 2.11 would refuse to run.
+        """
+        # is_tracing and is_cuda_stream_capturing of transformers, and what chooses by thread, are
+        # between
+        asker = sys._getframe(4).f_locals
+        return bool(trace.place) and asker.get("padding_mask", trace) is not None
+
+    return {
+        **_CUDA,
+        "stream": trace.on_stream,
+        "current_stream": lambda *_: trace.stream,
+        "is_current_stream_capturing": is_capturing,
+        "_DeviceGuard": _no_guard,
+        "set_device": _no_guard,
+    }
+
+
+def _patches_of_memory(trace: StepTrace) -> list[Patch]:
+    """The functions that make or free memory, or launch kernels, without an operation of PyTorch
+    that a mode sees: the trace is told what they do.
+    """
+    clear_autocast_cache = torch.clear_autocast_cache
+    resize_storage = torch.UntypedStorage.resize_
+
+    def clear() -> None:
+        clear_autocast_cache()
+        clear_copies()
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        resize_storage(storage, num_bytes)
+        trace.resize(storage, num_bytes)
+
+    def run_triton(kernel: Any, *tensors: Any, **named: Any) -> None:
+        with without_modes():
+            trace.triton(kernel.__name__, [*tensors_in((*tensors, *named.values()))], named)
+
+    patches: list[Patch] = [
+        (torch, "clear_autocast_cache", clear),
+        (torch.UntypedStorage, "resize_", resize),
+    ]
+    with suppress(ImportError):
+        patches.append((import_module("triton.runtime.jit").JITFunction, "run", run_triton))
+    return patches
+
+
 @contextmanager
 def tracing(
     axes: Mapping[str, int],
@@ -297,82 +384,28 @@ def tracing(
     otherwise compiled functions are traced as they are.
     """
     trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
-    clear = torch.clear_autocast_cache
-
-    def clear_all() -> None:
-        clear()
-        clear_copies()
-
-    def never(*_: object) -> bool:
-        return False
-
-    def is_capturing() -> bool:
-        """Answer yes within modules, so that transformers does not look at values, which meta
-        tensors lack.
-
-        The answer is no where transformers decides whether it needs a mask and there is no padding
-        mask. It is no outside of modules too, where optimizers of torch 2.11 would refuse to run.
-        """
-        # is_tracing and is_cuda_stream_capturing of transformers, and what chooses by thread, are
-        # between
-        asker = sys._getframe(4).f_locals
-        return bool(trace.place) and asker.get("padding_mask", trace) is not None
-
-    resize_storage = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
-        resize_storage(storage, num_bytes)
-        trace.resize(storage, num_bytes)
-
-    def run_triton(kernel: Any, *tensors: Any, **named: Any) -> None:
-        with without_modes():
-            trace.triton(kernel.__name__, [*tensors_in((*tensors, *named.values()))], named)
-
-    initialisers = [
-        name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
-    ]
-    cuda = {
-        **_CUDA,
-        "stream": trace.on_stream,
-        "current_stream": lambda *_: trace.stream,
-        "is_current_stream_capturing": is_capturing,
-        **dict.fromkeys(("_DeviceGuard", "set_device"), lambda *_: nullcontext()),
-    }
-    instead: list[tuple[Any, str, Callable[..., Any]]] = [
-        *((nn.init, name, lambda tensor, *_, **__: tensor) for name in initialisers),
-        *((torch.cuda, name, function) for name, function in cuda.items()),
-        (torch, "clear_autocast_cache", clear_all),
-        (torch.cuda.amp.common, "amp_definitely_not_available", never),
-        (torch, "compile", lambda model=None, **_: (lambda it: it) if model is None else model),
-        (torch.UntypedStorage, "resize_", resize),
-    ]
-    with suppress(ImportError):
-        instead.append((import_module("triton.runtime.jit").JITFunction, "run", run_triton))
-    # functions written in Python run as usual, and only what they call gets to the modes below
-    for module in (F, tensor_module, torch.autograd, torch.functional):
-        names = [name for name in vars(module) if name.startswith("has_torch_function")]
-        instead += [(module, name, never) for name in names]
+    patches = _patches(trace)
     recorder = _Recorder(trace, limit_s)
 
-    def turn_on(patches: ExitStack) -> None:
+    def turn_on(opened: ExitStack) -> None:
         """Patch PyTorch, and watch the modules that run."""
         before = modules.register_module_forward_pre_hook(_on_this_thread(trace.enter, _nothing))
         after = modules.register_module_forward_hook(
             _on_this_thread(trace.leave, _nothing), always_call=True
         )
-        patches.callback(before.remove)
-        patches.callback(after.remove)
-        for place, name, function in instead:
+        opened.callback(before.remove)
+        opened.callback(after.remove)
+        for place, name, function in patches:
             chosen = _on_this_thread(function, getattr(place, name))
-            patches.enter_context(mock.patch.object(place, name, chosen))
-        patches.enter_context(recorder)
-        patches.enter_context(_OnGpu())
+            opened.enter_context(mock.patch.object(place, name, chosen))
+        opened.enter_context(recorder)
+        opened.enter_context(_OnGpu())
 
     switch = _Switch(turn_on)
     if compiles:
         from .compiling import Compiler
 
-        instead.append((torch, "compile", Compiler(trace, switch.off, switch.on)))
+        patches.append((torch, "compile", Compiler(trace, switch.off, switch.on)))
     with (
         # places differ between what runs in this mode and what runs below it
         mock.patch.dict(determinism_checks, default=lambda _: None),

@@ -133,21 +133,27 @@ def parameters_of(name: str) -> set[str] | None:
         tree = ast.parse(file.read_bytes() if file else b"")
     except (OSError, SyntaxError, ValueError):
         return None
-    defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    makers: list[ast.AST] = [node for node in defined if node.name == attribute]
-    if makers and makers[0] not in tree.body:
+    maker = _defined_once(ast.walk(tree), attribute)
+    if maker not in tree.body:
         return None
-    if makers and isinstance(makers[0], ast.ClassDef) and not makers[0].decorator_list:
-        makers = [
-            node
-            for node in makers[0].body
-            if getattr(node, "name", None) in ("__init__", "__new__")
-        ]
-    if len(makers) != 1 or not isinstance(makers[0], ast.FunctionDef) or makers[0].decorator_list:
+    if isinstance(maker, ast.ClassDef):
+        maker = _defined_once(maker.body, "__init__", "__new__")
+    if not isinstance(maker, ast.FunctionDef):
         return None
-    arguments = makers[0].args
+    arguments = maker.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return {argument.arg for argument in named}
+
+
+def _defined_once(nodes: Iterable[ast.AST], *names: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """The function or class among the nodes that has one of these names; None if there is none, or
+    there are several, or it has a decorator.
+    """
+    defined = []
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names:
+            defined.append(node)
+    return defined[0] if len(defined) == 1 and not defined[0].decorator_list else None
 
 
 def _file_of(module: str) -> Path | None:

@@ -93,18 +93,20 @@ def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
 
 
 def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
-    """The GPU that the entry names by its UUID, shortened or not, if `kind` is the UUID's prefix,
-    else by its number; if it names a GPU in MIG mode as a whole, its first slice.
+    """The GPU that an entry of CUDA_VISIBLE_DEVICES names; None if it names none, or several.
+
+    The entry is a number if `kind` is empty, else the beginning of a UUID of this kind. An entry
+    that names a GPU in MIG mode as a whole stands for its first slice.
     """
-    firsts = {gpu.index: gpu for gpu in reversed(gpus)}
-    if not kind:
-        return next((gpu for gpu in firsts.values() if str(gpu.index) == entry), None)
     if kind == "MIG-":
-        uuids = {gpu.uuid: gpu for gpu in gpus}
+        named = {gpu.uuid: gpu for gpu in gpus}
     else:
-        uuids = {gpu.slice_of or gpu.uuid: gpu for gpu in firsts.values()}
-    match = [gpu for uuid, gpu in uuids.items() if uuid.startswith(entry)]
-    return match[0] if len(match) == 1 and entry.startswith(kind) else None
+        first_slices = {gpu.index: gpu for gpu in reversed(gpus)}
+        if not kind:
+            return {str(index): gpu for index, gpu in first_slices.items()}.get(entry)
+        named = {gpu.slice_of or gpu.uuid: gpu for gpu in first_slices.values()}
+    meant = [gpu for uuid, gpu in named.items() if uuid.startswith(entry)]
+    return meant[0] if len(meant) == 1 and entry.startswith(kind) else None
 
 
 def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -249,7 +251,9 @@ class GpuMonitor:
 
 
 BUSY_CORES = 1.0
-"""Load of the last minute from which other programs take a core from what is measured."""
+"""Load of the last minute from which other programs take time from a step that uses all cores."""
+CORES_OF_A_GPU = 2
+"""Cores that a step keeps busy for each GPU: one thread launches forward, another one backward."""
 LEAST_FREE = 0.1
 """Share of the memory that must be free, or the machine may begin to swap."""
 
@@ -259,8 +263,10 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     import psutil  # slow to import, and only needed before a measurement
 
     reasons, load, memory = [], psutil.getloadavg()[0], psutil.virtual_memory()
-    if load >= BUSY_CORES:
-        reasons.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
+    cores = os.cpu_count() or 1
+    needed = CORES_OF_A_GPU * len(gpus) if gpus else cores
+    if load >= BUSY_CORES and load > cores - needed:
+        reasons.append(f"the load is {load:.1f} on {cores} cores: close other programs")
     if memory.available < LEAST_FREE * memory.total:
         reasons.append(
             f"only {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are "

@@ -8,8 +8,8 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -19,37 +19,21 @@ from torch import nn
 
 from .. import waits
 from ..analysis.statistics import steady_interval
-from ..analysis.warnings import throttled
 from ..config import Device, Mode, Phase, Profiler, RunConfig
 from ..model.annotate import annotate, set_annotator
 from ..parallel.collectives import Rank, barrier_on_host, group_of
 from ..ranges import Range, rank_range
-from ..record import (
-    Durations,
-    GpuState,
-    Measurement,
-    Memory,
-    MemoryMoment,
-    MomentName,
-    RunRecord,
-    RunWarning,
-    Status,
-    Telemetry,
-    Traffic,
-    Wait,
-    WarningCode,
-    time_now,
-)
-from ..subject import Subject, WatchedLoop
+from ..record import Memory, MemoryMoment, MomentName, RunRecord, Telemetry, Traffic, WarningCode
 from ..text import LONGEST_PART, counted, shortened
 from .clock import Clock, ObservedClock, StepTimes, make_clock
 from .compilers import compilers_told
-from .environment import environment, lacking_memory
+from .environment import lacking_memory
 from .failure import classify, describe
 from .gpm import ActivityMonitor
 from .inputs import inputs_of
-from .nvml import Gpu, GpuMonitor, visible_gpus
+from .nvml import GpuMonitor, visible_gpus
 from .precision import apply_math_mode
+from .progress import LEAST_TRAIN_WARMUP_STEPS, Progress
 from .step import TrainingStep, memory_since, reset_memory
 from .watchers import Watch, annotator_of
 
@@ -63,130 +47,6 @@ STABLE, MAX_STABLE_STEPS = 0.01, 200
 """Half the interval of the mean, relative to it, at which `until_stable` stops, and the most
 steps until then.
 """
-LEAST_TRAIN_WARMUP_STEPS = 2
-"""The optimizer makes its state at the end of the first step, so the second step is the first in
-the steady state.
-"""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What is known of a run so far. Times in seconds, `started` by `perf_counter`."""
-
-    subject: Subject
-    started_at: str = field(default_factory=time_now)
-    started: float = field(default_factory=perf_counter)
-    where: str = "set-up"
-    step: TrainingStep | None = None
-    num_parameters: int | None = None
-    gpu: Gpu | None = None
-    setup_s: float = 0.0
-    first_step_peak_bytes: int | None = None
-    loss_scale: float | None = None
-    """GradScaler's factor after the last step; None without one."""
-    warmup: list[StepTimes] = field(default_factory=list)
-    measured: list[StepTimes] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
-    """Losses of all steps; None for a loss that was not finite."""
-    warnings: list[RunWarning] = field(default_factory=list)
-    skipped_steps: int = 0
-    """Steps after the warm-up that GradScaler skipped."""
-    collector_on: bool | None = None
-    state_before: GpuState | None = None
-    profile: Path | None = None
-    until_stable: bool = False
-    """Whether to add steps until the interval of their mean is within STABLE, or
-    MAX_STABLE_STEPS.
-    """
-    watch: Watch | None = None
-
-    def warn(self, code: WarningCode, message: str) -> None:
-        """Add a warning that the times may not be what they should, one of each code."""
-        if all(warning.code is not code for warning in self.warnings):
-            self.warnings.append(RunWarning(code=code, message=message))
-
-    def warn_if_throttled(self, telemetry: Telemetry) -> None:
-        """Add a warning if the driver has lowered the clock."""
-        if (slowed := throttled(telemetry)) is not None:
-            self.warn(WarningCode.THROTTLED, slowed)
-
-    def warn_of_short_warmup(self, taken: int, advice: str = "") -> None:
-        """Add a warning if a warm-up of so many steps leaves what only the first steps of training
-        do to the measured ones.
-        """
-        if taken < LEAST_TRAIN_WARMUP_STEPS:
-            first = "the making of the optimizer's state"
-            if taken:
-                first = "the first with the optimizer's state"
-            self.warn(
-                WarningCode.FEW_WARMUP_STEPS,
-                f"{taken} warm-up step(s): the measured ones include {first}{advice}",
-            )
-
-    @property
-    def config(self) -> RunConfig:
-        """The configuration that is measured, which a watched loop does not have."""
-        assert isinstance(self.subject, RunConfig)
-        return self.subject
-
-    @property
-    def place(self) -> str:
-        """The phase and step that the run is in, or what it does outside of steps."""
-        if self.step is None or " step " not in self.where:
-            return self.where
-        return f"{self.step.phase} of {self.where}"
-
-    def measurements(self) -> tuple[Measurement, ...]:
-        """Times of the measured steps by phase; those of the whole step come last."""
-        phases = _by_phase([times.phases_s for times in self.measured])
-        return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
-
-    def host_phases(self) -> tuple[Measurement, ...]:
-        """Times in which the host launched each phase of the measured steps; empty if the clock
-        does not tell them.
-        """
-        return _by_phase([times.host_phases_s for times in self.measured])
-
-    def record(self, status: Status) -> RunRecord:
-        """What the record of any run has, however it ended."""
-        subject = self.subject
-        return RunRecord(
-            config=subject if isinstance(subject, RunConfig) else None,
-            loop=subject if isinstance(subject, WatchedLoop) else None,
-            status=status,
-            started_at=self.started_at,
-            warmup_times_s=tuple(times.step_s for times in self.warmup),
-            losses=tuple(self.losses),
-            num_parameters=self.num_parameters,
-            environment=environment(subject.device, self.gpu),
-            durations=Durations(
-                setup_s=self.setup_s,
-                warmup_s=sum(times.step_s for times in self.warmup),
-                measured_s=sum(times.step_s for times in self.measured),
-                total_s=perf_counter() - self.started,
-                waits=tuple(
-                    Wait(what=what, seconds=seconds) for what, seconds in waits.taken().items()
-                ),
-            ),
-            warnings=tuple(self.warnings),
-        )
-
-    def finished(self) -> RunRecord:
-        """The record of a run that has ended well, with its times."""
-        return replace(
-            self.record(Status.OK),
-            measurements=self.measurements(),
-            host_times_s=tuple(times.host_s for times in self.measured),
-            host_phases=self.host_phases(),
-        )
-
-
-def _by_phase(steps: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:
-    """Times of each phase that any of the steps has, 0 in those that do not have it."""
-    phases = [phase for phase in Phase if any(phase in times_s for times_s in steps)]
-    return tuple(
-        Measurement(phase, tuple(times_s.get(phase, 0.0) for times_s in steps)) for phase in phases
-    )
 
 
 def measure(
@@ -239,22 +99,15 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     if model is None and (lacking := lacking_memory(config)) is not None:
         raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
-    if config.expandable_segments:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    torch.manual_seed(config.seed)
-    set_annotator(annotator_of(config))
-    if torch.cuda.is_initialized():
-        _forget_earlier_runs()
-    with compilers_told(config), waits.waiting_for("making the model"):
-        step = TrainingStep(config, model, rank)
+    step = _make_step(config, model, rank)
     compiled_before = step.compilation()
-    # after a user's own module, which may have set another, has been imported
-    apply_math_mode(config.precision)
-    progress.step, progress.watch = step, (watch := Watch(step, progress.profile))
-    is_counted = monitor is not None and config.profiler is Profiler.NONE
-    activity = ActivityMonitor(progress.gpu.uuid if progress.gpu and is_counted else None)
-    clock = watch.clock(make_clock(config))
+    watch = Watch(step, progress.profile)
+    progress.step, progress.watch = step, watch
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
+    is_counted = monitor is not None and config.profiler is Profiler.NONE
+    gpu = progress.gpu if is_counted else None
+    activity = ActivityMonitor(None if gpu is None else gpu.uuid)
+    clock = watch.clock(make_clock(config))
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
     moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
@@ -275,8 +128,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             energy_before = monitor.energy_j() if monitor else None
             graphs = step.compiled_graphs()
             memory_before = reset_memory() if config.device is Device.CUDA else None
-            of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
-            with annotate(Range.MEASURE), of_rank:
+            with annotate(Range.MEASURE), _range_of_rank(config, rank):
                 _meet_under_nsys(config, "begin")
                 _time(step, clock, progress, activity)
                 _meet_under_nsys(config, "end")
@@ -303,6 +155,26 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         telemetry=telemetry,
         activity=activity.activity(),
     )
+
+
+def _make_step(config: RunConfig, model: nn.Module | None, rank: int) -> TrainingStep:
+    """Set PyTorch up as the configuration asks, and make the step that is measured."""
+    if config.expandable_segments:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.manual_seed(config.seed)
+    set_annotator(annotator_of(config))
+    if torch.cuda.is_initialized():
+        _forget_earlier_runs()
+    with compilers_told(config), waits.waiting_for("making the model"):
+        step = TrainingStep(config, model, rank)
+    # after a user's own module, which may have set another, has been imported
+    apply_math_mode(config.precision)
+    return step
+
+
+def _range_of_rank(config: RunConfig, rank: int) -> contextlib.AbstractContextManager[None]:
+    """The range that names this rank in a profile; none around a step of one process."""
+    return annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
 
 
 def _forget_earlier_runs() -> None:

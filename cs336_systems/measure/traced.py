@@ -149,7 +149,8 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
         # kept until the next step has its own, as in a measured run
         _, loss = step(_Clock(trace, step))
-        if config.model_factory is not None:
+        # a plan, which asks for a few blocks, needs no nodes; counting them searches all objects
+        if config.model_factory is not None and not config.blocks:
             trace.note_graphs()
         for hook in hooks:
             hook.remove()

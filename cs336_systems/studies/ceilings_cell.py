@@ -25,17 +25,12 @@ from ..measure.precision import apply_math_mode
 from ..measure.run import measure as measure_run
 from ..record import Failure, Status
 from .ceilings_collectives import measure_collectives
-from .ceilings_records import (
-    D_HEAD,
-    HEADS,
-    MASK_SIDE,
+from .ceilings_records import D_HEAD, HEADS, MASK_SIDE, ONLY_ON_GPUS, PASS_BYTES, CeilingsGrid
+from .ceilings_rows import (
     MIN_TIME_S,
-    ONLY_ON_GPUS,
-    PASS_BYTES,
     QUEUED_BYTES,
     STREAM_BYTES,
     CacheRow,
-    CeilingsGrid,
     CollectiveCell,
     KernelCell,
     LaunchCell,

@@ -17,7 +17,8 @@ from ..parallel.collectives import Rank, all_gather, devices_of, group_of, reduc
 from ..parallel.exchange import of_all_ranks, shared_rows
 from ..record import Failure, Status
 from ..sweep.ranks import first_failed, run_ranks
-from .ceilings_records import CeilingsGrid, CollectiveCell, Loops
+from .ceilings_records import CeilingsGrid
+from .ceilings_rows import CollectiveCell, Loops
 from .loops import measure
 
 PATIENCE_S = 120.0

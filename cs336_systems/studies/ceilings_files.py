@@ -20,7 +20,8 @@ from ..costs.kernels import Matmul, MatmulPrecision
 from ..costs.tape import MATMULS_OF
 from ..record import RecordError
 from ..text import print_aside
-from .ceilings_records import CeilingsStudy, LaunchKind
+from .ceilings_records import CeilingsStudy
+from .ceilings_rows import LaunchKind
 from .records import read_study
 
 FILE_NAME = "ceilings.json"
@@ -133,7 +134,7 @@ REFERENCE = "H200"
 
 def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
     """The curves of the first study that has any, with what the others add; see `curves`."""
-    curves_of_studies = [curves for study in studies if (curves := study.curves()) is not None]
+    curves_of_studies = list(filter(None, (study.curves() for study in studies)))
     if not curves_of_studies:
         return None
     first, *others = curves_of_studies
@@ -142,18 +143,21 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
         for precision, measured in other.matmuls.items():
             # matmuls with a form are kernels of a step; squares are those of the first study alone
             matmuls[precision] += tuple(matmul for matmul in measured if matmul.form is not None)
-    gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
+    passes = [curves.passes for curves in curves_of_studies if curves.passes]
+    gaps_s = [
+        curves.queued_gap_s for curves in curves_of_studies if curves.queued_gap_s is not None
+    ]
     hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None]
     if 2 * len(hosts) < len(studies):
         hosts = list(studies)
-    calls_s = [study.host_call_s for study in hosts]
+    calls_s = [study.host_call_s for study in hosts if study.host_call_s is not None]
     return replace(
         first,
         matmuls=matmuls,
-        passes=next((curves.passes for curves in curves_of_studies if curves.passes), {}),
-        queued_gap_s=next((gap_s for gap_s in gaps_s if gap_s is not None), None),
+        passes=passes[0] if passes else {},
+        queued_gap_s=gaps_s[0] if gaps_s else None,
         is_in_doubt=_is_doubted(studies),
-        launch_s=median(call_s for call_s in calls_s if call_s is not None),
+        launch_s=median(calls_s),
     )
 
 

@@ -8,7 +8,8 @@ from time import perf_counter_ns
 import torch
 
 from ..config import Device
-from .ceilings_records import MIN_TIME_S, CeilingsGrid, Loops
+from .ceilings_records import CeilingsGrid
+from .ceilings_rows import MIN_TIME_S, Loops
 
 GRAPH_BELOW_S = 1e-3
 """A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer

@@ -13,9 +13,10 @@ from itertools import product
 from operator import add
 from typing import Annotated, ClassVar
 
-from ..config import Device, Phase, Precision, is_import_name
+from ..config import Device, Phase, Precision
 from ..costs.kernels import FACTOR_BYTES
 from ..record import Count, Environment, Failure, Input, Measurement, Seconds, Status
+from ..rules import is_import_name
 from ..settings import ByDevice, Rule, Setting, check
 from .records import AT_LEAST_ONE, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, StudyRow
 

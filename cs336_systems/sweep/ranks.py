@@ -123,9 +123,12 @@ class RankEnd(Generic[AnswerT]):
         connections.
         """
         failure = None if self.answer is None else self.answer.failure
-        if failure is not None:
-            return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
-        return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
+        kind = 0
+        if failure is None and self.exit_code == -signal.SIGABRT:
+            kind = 1
+        elif failure is not None and any(sign in failure.message for sign in _OF_OTHERS):
+            kind = 2
+        return kind, self.order
 
     def receive(self) -> None:
         """Receive the answer, or note how the process ended if it closed the pipe without one."""

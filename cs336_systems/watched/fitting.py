@@ -40,6 +40,8 @@ STEPS = 2
 """Steps that are traced: the optimizer makes its state in the first."""
 OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
 """Modules whose operators are cuDNN's."""
+OF_RECURRENT = "what recurrent layers of cuDNN keep is taken for what was not reached"
+"""What is assumed of a model that has some."""
 OF_CLASSES = ("cross_entropy", "nll_loss")
 """Functions of torch.nn.functional that compare a result with the numbers of classes."""
 LOSSES = {
@@ -129,36 +131,34 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
     batches: tuple[int, ...] = ()
     size: int | None = None
     reason = ""
-    assumptions: dict[str, None] = {}
+    assumptions: list[str] = []
     try:
         size = loop.batch_size
-        room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         model = loop.call.model()
-        is_recurrent, has_cudnn = _has(model, nn.RNNBase), _has(model, OF_CUDNN)
-        if is_recurrent:
+        room_bytes -= _bucket_bytes(model)
+        if _has(model, nn.RNNBase):
             room_bytes -= unreached_bytes
-            taken_for = "what recurrent layers of cuDNN keep is taken for what was not reached"
-            assumptions[taken_for] = None
+            assumptions.append(OF_RECURRENT)
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
-                tapes = {}
+                tapes: dict[int, Tape] = {}
                 for batch in batches:
                     limit_s = max(end_s - monotonic(), 0.0)
-                    tapes[batch], taken = _traced(
+                    tapes[batch], assumed = _traced(
                         loop, batch, limit_s, is_checkpointed=is_checkpointed
                     )
-                    assumptions |= dict.fromkeys(taken)
-                is_exact = not (has_cudnn or is_checkpointed)
-                batch = _largest(tapes, room_bytes, is_exact=is_exact)
-                fits.append(_fit(tapes, batch, is_checkpointed=is_checkpointed))
+                    assumptions += assumed
+                is_exact = not (is_checkpointed or _has(model, OF_CUDNN))
+                largest = _largest(tapes, room_bytes, is_exact=is_exact)
+                fits.append(_fit(tapes, largest, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         reason = str(error)
     return Fitting(
         batch_size=size,
         fits=tuple(fits),
         traced_batches=batches,
-        assumptions=tuple(assumptions),
+        assumptions=tuple(dict.fromkeys(assumptions)),
         reason=reason,
     )
 

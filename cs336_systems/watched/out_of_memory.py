@@ -249,28 +249,37 @@ def _with_rest(holders: list[Holder], memory: DeviceMemory) -> Iterator[Holder]:
 def place_of(error: BaseException, modules: Modules) -> Place:
     """Read the place from the traceback of the error."""
     entries = list(_entries(error))
-    frames = [(entry.tb_frame, entry.tb_lineno) for entry in entries]
-    lines = [pair for pair in frames if _is_theirs(pair[0].f_code)]
-    paths = [path for frame, _ in frames if (path := _module_of(frame, modules)) is not None]
-    codes = {frame.f_code for frame, _ in frames}
-    names = {code.co_name for code in codes}
+    paths = []
+    for entry in entries:
+        path = _module_of(entry.tb_frame, modules)
+        if path is not None:
+            paths.append(path)
+    line = called_at = ""
+    theirs = [entry for entry in entries if _is_theirs(entry.tb_frame.f_code)]
+    if theirs:
+        line, called_at = _shown(theirs[-1]), _shown(theirs[0])
     is_named, kept = _naming(entries, modules)
-    doing = Phase.OTHER
-    if BACKWARD in names:
-        doing = Phase.BACKWARD
-    elif paths and nn.Module._call_impl.__code__ in codes:
-        doing = Phase.FORWARD
-    elif _updates([frame for frame, _ in frames]):
-        doing = Phase.OPTIMIZER
     return Place(
-        doing=doing,
-        line=_shown(*lines[-1]) if lines else "",
-        called_at=_shown(*lines[0]) if lines else "",
+        doing=_phase_of([entry.tb_frame for entry in entries], is_in_module=len(paths) > 0),
+        line=line,
+        called_at=called_at,
         module=paths[-1] if paths else "",
         is_named=is_named,
         kept=kept,
-        loss=_loss_named([frame.f_code for frame, _ in lines]),
+        loss=_loss_named([entry.tb_frame.f_code for entry in theirs]),
     )
+
+
+def _phase_of(frames: Sequence[FrameType], *, is_in_module: bool) -> Phase:
+    """The phase of the step in which code with these frames runs; `is_in_module` if one of them is
+    of a module of the model.
+    """
+    codes = {frame.f_code for frame in frames}
+    if BACKWARD in {code.co_name for code in codes}:
+        return Phase.BACKWARD
+    if is_in_module and nn.Module._call_impl.__code__ in codes:
+        return Phase.FORWARD
+    return Phase.OPTIMIZER if _updates(frames) else Phase.OTHER
 
 
 def _entries(error: BaseException) -> Iterator[TracebackType]:
@@ -310,18 +319,19 @@ def _is_theirs(code: CodeType) -> bool:
     return not ours and not path.is_relative_to(Path(linecache.__file__).parent / "contextlib.py")
 
 
-def _shown(frame: FrameType, number: int) -> str:
-    """A line of code with its place. Paths are those within the folders that Python imports from:
-    records are published, and absolute paths are private.
+def _shown(entry: TracebackType) -> str:
+    """The line of code of a traceback's entry, with its place. Paths are those within the folders
+    that Python imports from: records are published, and absolute paths are private.
     """
-    path = Path(frame.f_code.co_filename)
+    code, number = entry.tb_frame.f_code, entry.tb_lineno
+    path = Path(code.co_filename)
     shown = path.name
     for root in sorted(map(Path, sys.path), key=lambda root: len(root.parts), reverse=True):
         if root.is_absolute() and root != Path("/") and path.is_relative_to(root):
             shown = str(path.relative_to(root))
             break
-    text = linecache.getline(frame.f_code.co_filename, number).strip()
-    return f"{shown}:{number} in {frame.f_code.co_name}: {text[:MAX_LINE]}"
+    text = linecache.getline(code.co_filename, number).strip()
+    return f"{shown}:{number} in {code.co_name}: {text[:MAX_LINE]}"
 
 
 def _module_of(frame: FrameType, modules: Modules) -> str | None:

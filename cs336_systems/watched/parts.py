@@ -13,8 +13,8 @@ from ..analysis.loop_advice import loop_warnings
 from ..analysis.warnings import launch_bound_phases
 from ..config import Device, Mode, Phase, Profiler
 from ..costs.accounting import mfu as share_of_peak
-from ..loop_record import LoopFlops, LoopRecord
-from ..measure.run import Progress
+from ..loop_record import LoopFlops, LoopRecord, SlowStep
+from ..measure.progress import Progress
 from ..record import Measurement, RunRecord, RunWarning, Status, Telemetry, WarningCode
 from ..subject import WatchedLoop
 from .flops import LoopTracer
@@ -146,21 +146,26 @@ class Parts:
     def _seen(self, steps: Sequence[WatchedStep]) -> LoopRecord:
         """What was seen of these steps besides times."""
         flops, reason = self.flops(steps)
-        # a profiler slows steps by itself
-        has_slow = not self.profiled.has_profiler
+        slow_steps: tuple[SlowStep, ...] = ()
+        if not self.profiled.has_profiler:  # which slows steps by itself
+            slow_steps = self._slow_steps.slow_steps(self.steps.warmup, steps)
         tokens = tuple(step.tokens.count or 0 for step in steps)
         lengths = context_lengths(steps, self.reader.order)
         later = [step for step in steps if step.between_s is not None]
+        padding_tokens = masked_tokens = None
         masked = [step.tokens for step in steps if step.tokens.padding is not None]
+        if masked:
+            padding_tokens = sum(counts.padding or 0 for counts in masked)
+            masked_tokens = sum(counts.count or 0 for counts in masked)
         return LoopRecord(
             tokens=tokens if any(tokens) else (),
             context_lengths=(min(lengths), max(lengths)) if lengths else None,
-            padding_tokens=sum(one.padding or 0 for one in masked) if masked else None,
-            masked_tokens=sum(one.count or 0 for one in masked) if masked else None,
+            padding_tokens=padding_tokens,
+            masked_tokens=masked_tokens,
             between_data_s=tuple(step.between_data_s for step in later),
             flops=flops,
             not_traced=reason,
-            slow_steps=self._slow_steps.slow_steps(self.steps.warmup, steps) if has_slow else (),
+            slow_steps=slow_steps,
             growth=self._growth.growth(self.steps.first_kept),
             syncs_per_update=self._syncs.per_update,
             rank=self.ranks.rank(steps),

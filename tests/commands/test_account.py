@@ -12,14 +12,14 @@ from cs336.commands import account as command
 from cs336.commands import machine
 from cs336.commands.account import AccountArguments, device_meant
 from cs336.commands.parse import parse
-from cs336.config import SIZES, Precision
+from cs336.config import SIZES
 from cs336.costs.accounting import component_flops, count_parameters
 from cs336.costs.hardware import DEVICES, find_device
 from cs336.files import encode_json
 from cs336.measure import nvml
 from cs336.measure.nvml import Gpu
 from cs336.report.words import SHIPPED
-from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
+from cs336.studies.ceilings_rows import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30
@@ -125,10 +125,28 @@ def test_what_cannot_be_meant_is_refused(
     assert said in printed.err
 
 
-def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--attention", "sdpa", "--sdpa-backend", "flash", "--precision", str(Precision.FP32)]
-    assert account(*flags) == 0
-    assert "Not predicted" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize(
+    ("flags", "cause", "named"),
+    [
+        (
+            ["--attention", "sdpa", "--sdpa-backend", "flash"],
+            ["--precision", "fp32"],
+            "flash attention computes in bf16",
+        ),
+        (["--fast"], ["--parallel", "fsdp2", "--ranks", "2"], "on 2 ranks"),
+        (["--fast"], ["--checkpoint-blocks", "1"], "whole of --fast"),
+    ],
+    ids=["fp32", "fast on ranks", "part of fast"],
+)
+def test_what_is_not_predicted_is_said_with_the_setting_that_is_the_reason(
+    flags: list[str], cause: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--size", "small", "--precision", "bf16", "--device-name", "H200"]
+    assert account(*size, *flags) == 0
+    assert "not foretold" not in capsys.readouterr().out
+    assert account(*size, *flags, *cause) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"Memory is not foretold: [^:]*{named}", said)
 
 
 def test_a_fast_step_in_fp8_is_shorter_and_keeps_the_weights_in_it_besides(

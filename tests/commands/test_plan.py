@@ -19,7 +19,7 @@ from cs336.costs.accounting import count_parameters
 from cs336.files import encode_json
 from cs336.report.sections.plan import TOP
 from cs336.studies.ceilings_files import REFERENCE
-from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
+from cs336.studies.ceilings_rows import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import (
     CollectiveCell,
     lasting,

@@ -18,13 +18,8 @@ from cs336.measure.nvml import Gpu
 from cs336.record import Status
 from cs336.studies import runner
 from cs336.studies.ceilings_files import load_ceilings
-from cs336.studies.ceilings_records import (
-    CeilingsStudy,
-    ProductCell,
-    ProductPrecision,
-    Shape,
-    Stream,
-)
+from cs336.studies.ceilings_records import CeilingsStudy, ProductPrecision
+from cs336.studies.ceilings_rows import ProductCell, Shape, Stream
 from cs336.studies.operators import Version
 from cs336.studies.precision import accumulation_study
 from cs336.studies.records import read_study

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,25 +22,37 @@ from cs336.config import (
     Device,
     ModelConfig,
     OptimizerKind,
+    Parallel,
+    Phase,
     Precision,
     RunConfig,
+    SdpaBackend,
 )
-from cs336.costs.curves import Curves
-from cs336.costs.depth import of_depth
+from cs336.costs.curves import Curves, transferred_curves
 from cs336.costs.hardware import find_device
-from cs336.costs.layout import Layout
+from cs336.costs.layout import SELECTIVE, Layout
 from cs336.costs.layout_cost import layout_cost
+from cs336.costs.memory import predicted_peak_bytes
 from cs336.costs.networks import links_of
+from cs336.costs.ranks_time import predicted_time
 from cs336.costs.recipes import Recipe
-from cs336.costs.time import has_large_matmuls
+from cs336.costs.tape import Form
+from cs336.costs.time import prepare_forecasts
 from cs336.costs.traces import one_tracer
 from cs336.report.formats import to_csv
 from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
 
 FORECAST = Path(__file__).parents[2] / "data" / "published" / "forecast"
 GIB = 2**30
-HARDWARE = {"H100 96GB HBM2e 500 W": "H100 80GB HBM3"}
-"""Boards without a data sheet here, and the one that is asked in their place."""
+BOARDS = {"H100 96GB HBM2e 500 W": ("H100 80GB HBM3", 2.4e12, 0.92)}
+"""Boards without a data sheet here: the one that is asked in their place, their bandwidth, and
+their rates over its. torchtitan says of its own that they lie between those of an H100 SXM and of
+an H100 NVL, 835 of 989 TFLOP/s in bf16; this is the middle.
+"""
+TRITON_SLOWER = {Form.ATTENTION: 1.4, Form.ATTENTION_BACKWARD: 2.0}
+"""How many times as long as FlashAttention 2 its predecessor's port to Triton takes: Dao 2023
+(section 4.1) has 1.3 to 1.5 in forward, and about 2 in backward.
+"""
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
 FILES = {
     "deepseekv2": "deepseek_v2",
@@ -50,9 +63,11 @@ FILES = {
 """Configuration files of models with experts, by the rows' names."""
 RECIPES = {"fp8": Recipe.TENSOR, "mxfp8": Recipe.MX}
 """Recipes of rows whose blocks are in fp8; what is said to be fp8 has one scale a tensor."""
+CHECKPOINTS = {"full": 1, "selective": SELECTIVE}
 COLUMNS = (
     *("name", "context", "micro_batch", "accumulate", "hardware", "gpus", "precision", "layout"),
-    *("published", "foretold", "error_percent", "published_gib", "foretold_gib"),
+    *("published", "foretold", "error_percent", "low", "high", "inside"),
+    *("published_gib", "foretold_gib"),
     *("simumax_error_percent", "simumax_gib", "stands_on"),
     *("not_asked", "assumed", "source"),
 )
@@ -73,8 +88,6 @@ def why_not_asked(row: Row) -> str:
         return "experts of a model without a configuration file here"
     if row["precision"] not in (*RECIPES, "bf16", "fp32"):
         return f"matmuls in {row['precision']}"
-    if row["checkpoint"] == "selective":
-        return "selective checkpoints"
     if not row["experts"] and int(row["d_head"]) * int(row["heads"]) != int(row["d_model"]):
         return "heads that are not d_model wide together"
     return ""
@@ -82,9 +95,12 @@ def why_not_asked(row: Row) -> str:
 
 def model_of(row: Row) -> ModelConfig:
     """The model of a row: gated ones are of architecture cs336, others of gpt2."""
-    if row["experts"]:  # its configuration file says the rest
-        usual = SIZES["small"]
-        return replace(usual, context_length=int(row["context"]), attention=Attention.SDPA)
+    if has_file(row):  # its configuration file says the rest
+        attention = Attention.NAIVE if row["attention"] == "naive" else Attention.SDPA
+        return replace(SIZES["small"], context_length=int(row["context"]), attention=attention)
+    backend = SdpaBackend.AUTO
+    if row["attention"] in ("flash", "triton"):
+        backend = SdpaBackend.FLASH
     is_gated = row["gated"] == "1"
     kv_heads = int(row["kv_heads"])
     return ModelConfig(
@@ -97,13 +113,27 @@ def model_of(row: Row) -> ModelConfig:
         num_heads=int(row["heads"]),
         num_kv_heads=kv_heads if kv_heads < int(row["heads"]) else 0,
         attention=Attention.SDPA,
+        sdpa_backend=backend,
     )
 
 
-def file_of(row: Row, folder: Path) -> str:
-    """The model of a row with experts: its configuration file, with as many layers as the row
-    says.
+def has_file(row: Row) -> bool:
+    """Whether the model of a row is asked by a configuration file of transformers: with experts,
+    or since transformers' own model ran, with naive attention and dropout.
     """
+    return bool(row["experts"]) or row["attention"] == "naive"
+
+
+def file_of(row: Row, folder: Path) -> str:
+    """The configuration file of a row's model, with as many layers as the row says."""
+    if not row["experts"]:
+        path = folder / f"gpt2_{row['layers']}_{row['d_model']}.json"
+        names = {"layers": "n_layer", "d_model": "n_embd", "heads": "n_head", "vocab": "vocab_size"}
+        own: dict[str, Any] = {name: int(row[column]) for column, name in names.items()}
+        path.write_text(
+            json.dumps({"model_type": "gpt2", "n_positions": int(row["context"])} | own)
+        )
+        return f"hf:{path}"
     name = FILES[row["name"].lower()]
     values = json.loads((CONFIGURATIONS / f"{name}.json").read_text())
     path = folder / f"{name}_{row['layers']}.json"
@@ -123,7 +153,7 @@ def layout_of(row: Row) -> Layout:
         "chunks": int(row["chunks"]),
         "micro_batch": int(row["micro_batch"]),
         "accumulate": int(row["accumulate"]),
-        "checkpoint": int(row["checkpoint"] == "full"),
+        "checkpoint": CHECKPOINTS.get(row["checkpoint"], 0),
         "fp8": RECIPES.get(row["precision"]),
     }
     ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
@@ -132,36 +162,67 @@ def layout_of(row: Row) -> Layout:
         # experts are divided by ranks of tensor groups too, and all else by the optimizer's shards
         numbers["expert"] = max(1, int(row["expert_parallel"]) // numbers["tensor"])
         return Layout(**numbers, shard=replicas // numbers["expert"], stage=1)
-    if row["shard"] == "optimizer only" or int(row["context_parallel"]) > 1:
+    # Megatron's ranks of a context divide the optimizer's state alone
+    is_alone = row["shard"] == "1" and int(row["context_parallel"]) > 1
+    if row["shard"] == "optimizer only" or is_alone:
         return Layout(**numbers, shard=replicas, stage=1)
+    if row["shard"] == "gradients too":
+        return Layout(**numbers, shard=replicas, stage=2)
     if not row["shard"].isdigit():
         return Layout(**numbers, data=replicas)
-    shards = min(int(row["shard"]), replicas)
+    # a row counts the ranks that share a context among its shards
+    shards = min(int(row["shard"]) // int(row["context_parallel"]), replicas)
     return Layout(**numbers, shard=shards, data=replicas // shards)
 
 
 def assumed(row: Row) -> str:
     """What the forecast takes otherwise than the row."""
     words = []
-    if row["hardware"] in HARDWARE:
-        words.append(f"rates of {HARDWARE[row['hardware']]}")
+    if row["hardware"] in BOARDS:
+        name, _, share = BOARDS[row["hardware"]]
+        words.append(f"{share} of the rates of {name}")
+    if row["attention"] == "triton":
+        words.append("Triton's attention slower than FlashAttention 2 by what its paper says")
     if row["checkpoint"] == "not said":
         words.append("no checkpoints")
     if row["compile"] != "no":
         words.append("eager")
     if row["experts"]:
-        words.append("tokens sorted by transformers' own passes")
+        words.append("tokens sorted by transformers' own passes, and sent once for each expert")
+    if row["compile"] == "fused kernels" and row["tensor"] != "1":
+        words.append("no collective of tensor groups beside its matmul")
     return ", ".join(words)
 
 
-def curves_of(name: str, config: RunConfig) -> tuple[Curves, str]:
+@cache
+def curves_of(name: str) -> tuple[Curves, str]:
     """Shipped ceilings of a device, or its data sheet."""
-    device = find_device(name)
+    known, bytes_per_s, share = BOARDS.get(name, (name, 0.0, 1.0))
+    device = find_device(known)
     assert device is not None, name
-    measured = load_ceilings(FORECAST.parent / "none").curves(name)
-    if measured is not None and has_large_matmuls(of_depth(config, 1), measured):
+    measured = load_ceilings(FORECAST.parent / "none").curves(known)
+    if measured is None:
+        return data_sheet_curves(device), "data sheet"
+    if name not in BOARDS:
         return measured, "this card elsewhere"
-    return data_sheet_curves(device), "data sheet"
+    board = replace(
+        device,
+        memory_bandwidth_bytes_per_s=bytes_per_s,
+        peak_flops_per_s={one: share * peak for one, peak in device.peak_flops_per_s.items()},
+        fp8_peak_flops_per_s=share * (device.fp8_peak_flops_per_s or 0.0),
+        reached={},
+    )
+    return transferred_curves(measured, device, board), "a like card and the data sheet"
+
+
+@cache
+def with_triton(curves: Curves) -> Curves:
+    """The curves with the attention of Triton's port where FlashAttention 2 is asked for."""
+    slowed = []
+    for matmul in curves.matmuls[Precision.BF16]:
+        factor = 1.0 if matmul.form is None else TRITON_SLOWER.get(matmul.form, 1.0)
+        slowed.append(replace(matmul, time_s=factor * matmul.time_s))
+    return replace(curves, matmuls={**curves.matmuls, Precision.BF16: tuple(slowed)})
 
 
 def foretold(row: Row, folder: Path) -> dict[str, object]:
@@ -170,28 +231,17 @@ def foretold(row: Row, folder: Path) -> dict[str, object]:
     answer |= {"published": float(row["tokens_per_s_per_gpu"]), "published_gib": row["peak_gib"]}
     if reason := why_not_asked(row):
         return answer | {"not_asked": reason}
-    config = RunConfig(
-        size="custom",
-        model=model_of(row),
-        device=Device.CUDA,
-        precision=Precision.BF16 if row["precision"] in RECIPES else Precision(row["precision"]),
-        optimizer=OptimizerKind.FUSED,
-        batch_size=int(row["micro_batch"]),
-        model_factory=file_of(row, folder) if row["experts"] else None,
-    )
-    name = HARDWARE.get(row["hardware"], row["hardware"])
-    curves, stands_on = curves_of(name, config)
+    config = config_of(row, folder)
+    curves, stands_on = curves_of(row["hardware"])
+    if row["attention"] == "triton":
+        curves = with_triton(curves)
     layout = layout_of(row)
-    links, _ = links_of(name, find_device(name), {}, gpus=layout.gpus)
-    cost = layout_cost(config, layout, curves, links)
     answer["layout"] = layout.label
-    if isinstance(cost, str):
-        return answer | {"not_asked": cost}
-    tokens = layout.global_batch * config.model.context_length
-    seconds = cost.step_s
-    if "forward and backward" in row["name"]:
-        seconds = cost.time.compute_s
-    rate = tokens / seconds / layout.gpus
+    seconds = seconds_of(row, config, layout, curves)
+    if isinstance(seconds, str):
+        return answer | {"not_asked": seconds}
+    likely_s, low_s, high_s, peak_bytes = seconds
+    tokens = layout.global_batch * config.model.context_length / layout.gpus
     published = float(row["tokens_per_s_per_gpu"])
     if row["simumax_gib"]:
         other = float(row["simumax_tokens_per_s_per_gpu"])
@@ -200,12 +250,56 @@ def foretold(row: Row, folder: Path) -> dict[str, object]:
             "simumax_gib": float(row["simumax_gib"]),
         }
     return answer | {
-        "foretold": rate,
-        "error_percent": 100 * (rate / published - 1),
-        "foretold_gib": cost.peak_bytes / GIB,
+        "foretold": tokens / likely_s,
+        "error_percent": 100 * (tokens / likely_s / published - 1),
+        "low": tokens / high_s,
+        "high": tokens / low_s,
+        "inside": "yes" if tokens / high_s <= published <= tokens / low_s else "no",
+        "foretold_gib": peak_bytes / GIB,
         "stands_on": stands_on,
         "assumed": assumed(row),
     }
+
+
+def config_of(row: Row, folder: Path) -> RunConfig:
+    """The step of a row in one process, or on ranks that each have the whole model if no layout
+    has its attention; the folder is for configuration files.
+    """
+    config = RunConfig(
+        size="custom",
+        model=model_of(row),
+        device=Device.CUDA,
+        precision=Precision.BF16 if row["precision"] in RECIPES else Precision(row["precision"]),
+        optimizer=OptimizerKind.FUSED,
+        batch_size=int(row["micro_batch"]),
+        model_factory=file_of(row, folder) if has_file(row) else None,
+    )
+    if row["attention"] == "naive" and row["gpus"] != "1":
+        return replace(config, parallel=Parallel.DDP, ranks=int(row["gpus"]))
+    return config
+
+
+def seconds_of(
+    row: Row, config: RunConfig, layout: Layout, curves: Curves
+) -> tuple[float, float, float, int] | str:
+    """Seconds of a step, its bounds and its peak of memory; or why it is not foretold."""
+    name = BOARDS.get(row["hardware"], (row["hardware"],))[0]
+    links, _ = links_of(name, find_device(name), {}, gpus=layout.gpus)
+    if row["attention"] == "naive":
+        prepare_forecasts([config], of_users=True)
+        time, peak_bytes = predicted_time(config, curves, links), predicted_peak_bytes(config)
+        if time is None or time.low_s is None or time.high_s is None:
+            return "the step is not foretold"
+        seconds = time.step_s
+        if "forward and backward" in row["name"]:
+            seconds = time.phases_s[Phase.FORWARD] + time.phases_s[Phase.BACKWARD]
+        factors = time.low_s / time.step_s, time.high_s / time.step_s
+        return seconds, seconds * factors[0], seconds * factors[1], peak_bytes or 0
+    cost = layout_cost(config, layout, curves, links)
+    if isinstance(cost, str):
+        return cost
+    spread = cost.time.spread
+    return cost.step_s, cost.step_s / spread, cost.step_s * spread, cost.peak_bytes
 
 
 def summary(answers: list[dict[str, object]]) -> Iterator[str]:
@@ -220,7 +314,8 @@ def summary(answers: list[dict[str, object]]) -> Iterator[str]:
         middle, most = median(errors), max(errors)
         yield f"{name}: {len(errors)} rows, median {middle:.1f} %, at most {most:.1f}"
     asked = sum("error_percent" in answer for answer in answers)
-    yield f"{asked} of {len(answers)} asked"
+    inside = sum(answer.get("inside") == "yes" for answer in answers)
+    yield f"{asked} of {len(answers)} asked, {inside} inside their interval"
 
 
 def main() -> None:

@@ -156,3 +156,34 @@ def test_a_segment_in_use_in_part_is_not_given_back() -> None:
     free(allocator, first)
     allocate(allocator, 30 * MIB)
     assert allocator.reserved_bytes == 30 * MIB
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pools_share_no_segment_and_each_block_goes_back_to_its_own(seed: int) -> None:
+    """Segments are apart, so that blocks are of one segment if nothing lies between them but other
+    blocks. What is free of a pool is given to no other.
+    """
+    chance = random.Random(seed)
+    allocator = CachingAllocator()
+    live: dict[int, str] = {}
+    for _ in range(600):
+        if live and chance.random() < 0.45:
+            handle = chance.choice([*live])
+            del live[handle]
+            # whatever pool the events are replayed for
+            allocator.replay([~handle], [0] * (handle + 1), [(1, chance.choice(["", "graphs"]))])
+        else:
+            pool, size = chance.choice(["", "graphs"]), chance.choice(REQUESTS_BYTES)
+            handle = len(allocator.addresses)
+            allocator.replay([handle], [0] * (handle + 1), [(size, "")], pool)
+            live[handle] = pool
+        pools: dict[int, set[str]] = {}
+        for handle, pool in live.items():
+            address = allocator.addresses[handle]
+            segment = max(start for start in allocator._segments if start <= address)
+            pools.setdefault(segment, set()).add(pool)
+        assert all(len(of_segment) == 1 for of_segment in pools.values())
+    for handle in live:
+        allocator.replay([~handle], [0] * (handle + 1), [(1, "")])
+    allocator.release_free_segments()
+    assert allocator.reserved_bytes == 0, "each block went back to where its neighbours are"

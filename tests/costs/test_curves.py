@@ -2,19 +2,21 @@
 too.
 """
 
+import csv
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from cs336.config import Precision
-from cs336.costs.curves import FASTER_LAUNCHES, SLOWER_LAUNCHES, Curves, interpolated
+from cs336.config import Precision, SdpaBackend
+from cs336.costs.curves import FASTER_LAUNCHES, SLOWER_LAUNCHES, Curves, interpolated, with_backend
 from cs336.costs.kernels import Matmul
 from cs336.costs.tape import Form
 from cs336.studies.ceilings_files import load_ceilings
-from cs336.studies.ceilings_records import LaunchKind
+from cs336.studies.ceilings_rows import LaunchKind
 
 CEILINGS = Path(__file__).parents[2] / "data" / "published" / "ceilings"
 
@@ -72,3 +74,39 @@ def test_launches_of_published_hosts_lie_between_the_ends_of_the_interval() -> N
     # the ends, rounded to two digits
     assert 1 / min(slower) == pytest.approx(FASTER_LAUNCHES, rel=0.01)
     assert max(slower) == pytest.approx(SLOWER_LAUNCHES, rel=0.01)
+
+
+def test_backends_of_attention_take_as_long_as_the_attention_study_says() -> None:
+    """From 8,192 tokens on no kernel of the study waits for its launch. The bound is the distance
+    of heads of 64 from those of 128, which one number stands for.
+    """
+    curves = load_ceilings(CEILINGS).curves("NVIDIA H200")
+    assert curves is not None
+    with (CEILINGS.parent / "attention" / "bf16" / "results.csv").open() as file:
+        measured = {
+            (row["implementation"], int(row["d_head"]), int(row["context_length"])): row
+            for row in csv.DictReader(file)
+        }
+    for backend, d_head, context, (form, column) in product(
+        (SdpaBackend.FLASH, SdpaBackend.EFFICIENT),
+        (64, 128),
+        (8192, 16384),
+        ((Form.ATTENTION, "forward_mean_ms"), (Form.ATTENTION_BACKWARD, "backward_mean_ms")),
+    ):
+        sides = context, d_head, context
+        times = {}
+        for one in (backend, SdpaBackend.CUDNN):
+            time = with_backend(curves, one).matmul_time(Precision.BF16, *sides, batch=8, form=form)
+            assert time is not None
+            times[one] = time.time_s
+        foretold = times[backend] / times[SdpaBackend.CUDNN]
+        by_backend = float(measured[backend.value, d_head, context][column])
+        by_cudnn = float(measured["cudnn", d_head, context][column])
+        assert foretold == pytest.approx(by_backend / by_cudnn, rel=0.15)
+
+
+def test_in_fp32_backends_of_attention_take_the_same_time() -> None:
+    curves = load_ceilings(CEILINGS).curves("NVIDIA H200")
+    assert curves is not None
+    slower = with_backend(curves, SdpaBackend.EFFICIENT)
+    assert slower.matmuls[Precision.FP32] == curves.matmuls[Precision.FP32]

@@ -12,6 +12,7 @@ import torch
 from cs336.config import SIZES, Attention, Device, OptimizerKind, Phase, Precision, RunConfig
 from cs336.costs.blocks import blocks_of_model
 from cs336.costs.hardware import find_device
+from cs336.costs.kernels import ProductPrecision
 from cs336.costs.layout import Layout, layouts
 from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank, fullest_rank_bytes
@@ -20,6 +21,7 @@ from cs336.costs.rank_operations import rank_operations
 from cs336.costs.ranks_time import Links
 from cs336.costs.recipes import Recipe
 from cs336.costs.tape import FP8_BYTES, OperationKind, phases_of
+from cs336.costs.time import factors_of
 from cs336.costs.traces import prepare, tape_of
 from cs336.studies.ceilings_files import data_sheet_curves
 
@@ -249,3 +251,27 @@ def test_layouts_of_a_model_with_experts_divide_them(tmp_path: Path) -> None:
     (tmp_path / "dense").mkdir()
     dense = made(tmp_path / "dense", QWEN)
     assert {layout.expert for layout in layouts(dense, 16, 64, LINKS)} == {1}
+
+
+def test_without_copies_in_half_precision_experts_wait_for_the_host_and_run_in_fp32(
+    tmp_path: Path,
+) -> None:
+    """A profile of `_grouped_mm` on an H200 (PyTorch 2.11) has a matmul of each expert and a copy
+    to the host in fp32, and one kernel in bf16.
+    """
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    rank = Rank(config=run(path), layout=Layout())
+    keys = rank.steps[0].launches[Phase.FORWARD].block
+    for factor_bytes, launches, waits in ((4, 8, True), (2, 1, False)):
+        experts = []
+        for operation in rank_operations(keys, rank.names, 1, 1, factor_bytes=factor_bytes):
+            if operation.is_matmul and 8 in (operation.launches, operation.batch):
+                experts.append(operation)
+        experts = [one for one in experts if one.kind is OperationKind.MATMUL]
+        assert len(experts) == 2  # both inner matrices are one
+        for one in experts:
+            assert (one.launches, one.waits, one.element_bytes) == (launches, waits, factor_bytes)
+        assert {one.launches * one.batch for one in experts} == {8}
+        precision = factors_of(experts[0], Precision.BF16)
+        assert precision is (ProductPrecision.FP32 if waits else ProductPrecision.BF16)

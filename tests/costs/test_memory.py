@@ -3,6 +3,7 @@ really saves.
 """
 
 import re
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,11 +28,12 @@ from cs336.config import (
 )
 from cs336.costs.accounting import updated_parameters
 from cs336.costs.fit import CUDA_CONTEXT_BYTES, fits, host_bytes, largest_batch, largest_context
-from cs336.costs.memory import predict_memory, predicted_peak_bytes
+from cs336.costs.memory import is_fast_step, predict_memory, predicted_peak_bytes
 from cs336.costs.shards import kept_elements
 from cs336.costs.tape import Category, phases_of
 from cs336.costs.traces import tape_of
 from cs336.record import RunRecord, Status, load_records
+from tests.committed import committed_runs
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 MEASURED = Path(__file__).parents[2] / "data" / "published" / "e2e_benchmark"
@@ -75,6 +77,25 @@ def test_peaks_are_those_measured() -> None:
             record.config.label
         )
     assert errors.count(0) > len(H200) / 2
+
+
+def test_fast_steps_need_and_reserve_what_was_measured() -> None:
+    """Of one rank and of two. A graph's pool has segments of its own, and what the steps before it
+    have left free is released.
+    """
+    errors = []
+    for runs in committed_runs():
+        for record in load_records(runs)[0]:
+            if not is_fast_step(record.config) or record.memory is None:
+                continue
+            prediction, memory = predict_memory(record.config), record.memory
+            peak = prediction.peak.allocated_bytes
+            assert abs(peak - memory.peak_allocated_bytes) < 0.01 * memory.peak_allocated_bytes
+            reserved = memory.peak_reserved_bytes
+            errors.append(abs(prediction.reserved_bytes / reserved - 1))
+    assert len(errors) > 80
+    assert max(errors) < 0.05
+    assert statistics.median(errors) < 0.01
 
 
 def grid_of_memory() -> list[RunRecord]:

@@ -2,8 +2,10 @@
 
 import csv
 
+import pytest
+
 from cs336.costs.layout import Layout
-from tests.costs.public_rows import FORECAST, layout_of, rows, why_not_asked
+from tests.costs.public_rows import FORECAST, layout_of, model_of, rows, why_not_asked
 
 
 def test_every_public_row_is_foretold_or_says_why_not() -> None:
@@ -25,3 +27,16 @@ def test_layouts_of_rows_have_as_many_gpus() -> None:
             layout = layout_of(row)
             assert isinstance(layout, Layout)
             assert layout.gpus == int(row["gpus"])
+
+
+def test_models_of_rows_have_the_parameters_that_their_source_says() -> None:
+    """MPT has learned positions; biases, which the shapes leave out, are under 0.1 % of it."""
+    counted = 0
+    for row in rows():
+        if row["parameters"]:
+            model = model_of(row)
+            parameters = model.num_layers * model.d_model * (4 * model.d_model + 2 * model.d_ff)
+            parameters += (model.vocab_size + model.context_length) * model.d_model
+            assert parameters == pytest.approx(int(row["parameters"]), rel=1e-3)
+            counted += 1
+    assert counted == 70

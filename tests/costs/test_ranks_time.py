@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from cs336.commands.configure import NamedGpu, make_fast_config
 from cs336.config import (
     Arch,
     Device,
@@ -194,6 +195,49 @@ def test_a_sharded_optimizer_sends_every_parameter() -> None:
     assert forecast.communication_s == pytest.approx(forecast.exposed_s)
 
 
+FAST = make_fast_config(
+    Device.CUDA,
+    {},
+    NamedGpu("NVIDIA A100-SXM4-80GB"),
+    size="small",
+    context_length=128,
+    batch_size=1,
+)
+"""A step of the fast model, in which matrices have 16-bit gradients."""
+
+
+def fast_bytes(model: ModelConfig) -> tuple[int, int]:
+    """Bytes of the gradients of matrices, the table of embeddings included, and of vectors."""
+    of_embeddings = model.vocab_size * model.d_model
+    matrices = 2 * multiplied_elements(model) + 4 * of_embeddings
+    vectors = count_parameters(model) - multiplied_elements(model) - of_embeddings
+    return matrices, 4 * vectors
+
+
+def test_the_fast_model_averages_half_of_the_bytes() -> None:
+    forecast = ranks_step_time(
+        replace(FAST, parallel=Parallel.DDP_FLAT, ranks=4), curves(), links(1e9)
+    )
+    assert forecast is not None
+    assert forecast.exposed_s == pytest.approx(2 * sum(fast_bytes(FAST.model)) * 3 / 4 / 1e9)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e8])
+def test_the_fast_model_sends_updates_while_it_updates(rate: float) -> None:
+    """On so slow a link a rank has updated long before the last part has been sent: gradients are
+    scattered after backward, and what was updated is gathered beside the optimizer.
+    """
+    config = replace(FAST, parallel=Parallel.DDP_FLAT, ranks=4, shard_optimizer=True)
+    forecast = ranks_step_time(config, curves(), links(rate))
+    assert forecast is not None
+    matrices, vectors = fast_bytes(FAST.model)
+    scattered_s = (matrices + vectors) * 3 / 4 / rate
+    gathered_s = matrices * 3 / 4 / rate
+    phases_s = forecast.time.phases_s
+    assert phases_s[Phase.COMMUNICATION] == pytest.approx(scattered_s)
+    assert phases_s[Phase.OPTIMIZER] == pytest.approx(gathered_s)
+
+
 def sharded_parts(
     config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool
 ) -> list[Part]:
@@ -318,8 +362,8 @@ def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, sequence
 
 
 def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> None:
-    """Every way in the records of `data/`, of eager steps: at most 10 % off, and half of the
-    configurations 3 %.
+    """Every way in the records of `data/`: eager steps are at most 10 % off, and half of the
+    configurations 3 %; fast ones 15 and 5 %.
     """
     ceilings = load_ceilings(DATA / "ceilings")
     measured_s: dict[tuple[RunConfig, str], list[float]] = {}
@@ -329,16 +373,18 @@ def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> 
         if config.ranks > 1 and is_plain and step is not None and record.environment is not None:
             name = record.environment.identity.device_name
             measured_s.setdefault((replace(config, repeat=0), name), []).append(step.median_s)
-    errors = {}
+    errors: dict[bool, list[float]] = {False: [], True: []}
     for (config, name), times_s in measured_s.items():
         measured = ceilings.curves(name)
         expected = None if measured is None else predicted_time(config, measured)
         if expected is not None:
-            errors[config, name] = expected.step_s / statistics.median(times_s) - 1
-    if not errors:
-        pytest.skip("no such records")
-    assert max(map(abs, errors.values())) <= 0.10
-    assert statistics.median(map(abs, errors.values())) <= 0.03
+            error = abs(expected.step_s / statistics.median(times_s) - 1)
+            errors[config.cast_once].append(error)
+    for is_fast, largest, middle in ((False, 0.10, 0.03), (True, 0.15, 0.05)):
+        if not errors[is_fast]:
+            pytest.skip("no such records")
+        assert max(errors[is_fast]) <= largest
+        assert statistics.median(errors[is_fast]) <= middle
 
 
 LINKS = Links(gpus_per_node=4, node_bytes_per_s=8.0, network_bytes_per_s=2.0)

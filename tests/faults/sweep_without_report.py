@@ -12,9 +12,9 @@ from cs336 import cli
 
 if __name__ == "__main__":
     if "--cluster" in sys.argv:
-        from cs336.sweep import cluster
+        from cs336.sweep.cluster import connection
 
-        cluster._HEAD_S, cluster._RAY_S = float(os.environ.get("HEAD_S", "4")), 8.0
+        connection.HEAD_S, connection.RAY_S = float(os.environ.get("HEAD_S", "4")), 8.0
     with (
         patch("cs336.commands.measuring.show_results"),
         patch("cs336.commands.measuring.StatusLine.importing"),

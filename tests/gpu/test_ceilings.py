@@ -13,7 +13,8 @@ from cs336.costs.hardware import find_device
 from cs336.measure.run import measure as measure_run
 from cs336.record import Status, WarningCode
 from cs336.studies.ceilings_cell import NARROW, measure_rows, why_unavailable
-from cs336.studies.ceilings_records import CeilingsGrid, ProductPrecision, Shape, Stream, StreamCell
+from cs336.studies.ceilings_records import CeilingsGrid, ProductPrecision
+from cs336.studies.ceilings_rows import Shape, Stream, StreamCell
 from cs336.studies.cell import attempt
 from cs336.studies.loops import measure, replayed
 from cs336.studies.runner import run_study

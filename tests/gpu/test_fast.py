@@ -33,7 +33,8 @@ shape["arch"] = Arch(sys.argv[1])
 torch.manual_seed(1)
 reference = TransformerLM(ModelConfig(**shape)).cuda()
 config = make_fast_config(Device.CUDA, {"fp8": sys.argv[2] == "fp8"}, size="small", **shape)
-assert config.cuda_graph and config.compile_blocks and config.cast_once and config.fused_loss
+assert config.cuda_graph and config.cast_once and config.fused_loss
+assert config.compile_blocks == config.fp8
 assert config.fused_blocks
 step, clock = TrainingStep(config), make_clock(config)
 for _ in range(6):
@@ -116,6 +117,7 @@ print(
             "losses": losses,
             "graphs": graphs,
             "attention": attention,
+            "kernels": len(kernels),
             "parameters": sum(p.numel() for p in TransformerLM(ModelConfig(**shape)).parameters()),
             **peaks,
         }
@@ -149,7 +151,17 @@ def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_
         assert result["losses"] == pytest.approx(plain["losses"], rel=1e-3)
         assert result["attention"] == plain["attention"] == 6
         assert result["peak"] == pytest.approx(result["foretold"], rel=0.05)
-    assert [result["graphs"] for result in (plain, *others)] == [1, 1, 2]
+    assert [result["graphs"] for result in (plain, *others)] == [0, 1, 2]
+
+
+def test_torch_compile_finds_nothing_in_blocks_of_ready_kernels():
+    """So --fast leaves it out: the same training, in no more kernels and no more memory."""
+    plain, compiled = changed(), changed(compile="default")
+    assert (plain["graphs"], compiled["graphs"]) == (0, 1)
+    assert plain["losses"] == pytest.approx(compiled["losses"], rel=1e-3)
+    assert plain["kernels"] <= compiled["kernels"]
+    for result in (plain, compiled):
+        assert result["peak"] == pytest.approx(result["foretold"], rel=0.05)
 
 
 def test_moments_in_bf16_are_the_same_training_in_less_memory():

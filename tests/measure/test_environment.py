@@ -104,7 +104,7 @@ def test_the_commit_is_git_s_and_changes_of_the_package_alone_make_it_dirty(
     assert (checkout / ".git" / "index").read_bytes() == index, (
         "a commit at the same moment is not disturbed"
     )
-    (elsewhere / "config.py").write_text("# changed\n")
+    (elsewhere / "record.py").write_text("# changed\n")
     assert state() == (commit, True)
     git(checkout, "commit", "-qam", "second")
     assert state() == (git(checkout, "rev-parse", "HEAD"), False)

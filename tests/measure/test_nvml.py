@@ -181,6 +181,28 @@ def test_the_driver_says_what_cuda_says() -> None:
     assert GpuMonitor(gpus[0].uuid).processes() >= 1
 
 
+@pytest.mark.parametrize(
+    ("cores", "gpus", "load", "is_said"),
+    [
+        (32, 2, 3.5, False),
+        (32, 2, 28.5, True),
+        (2, 1, 0.9, False),
+        (2, 1, 1.5, True),
+        (4, 0, 1, True),
+    ],
+)
+def test_a_load_is_said_where_it_takes_cores_that_a_step_needs(
+    cores: int, gpus: int, load: float, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SimpleNamespace(total=1, available=1)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: None)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(nvml.os, "cpu_count", lambda: cores)
+    said = [text.startswith("the load is") for text in nvml.disturbances(GPUS[:gpus])]
+    assert said == [True] * is_said
+
+
 def test_what_may_disturb_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     battery, memory = (
         SimpleNamespace(power_plugged=True),

@@ -29,7 +29,8 @@ from cs336.measure import run as measurement
 from cs336.measure.clock import HostClock, StepTimes
 from cs336.measure.failure import classify, requested_bytes
 from cs336.measure.nvml import Gpu
-from cs336.measure.run import MAX_EXTRA_WARMUP_STEPS, Progress, measure
+from cs336.measure.progress import Progress
+from cs336.measure.run import MAX_EXTRA_WARMUP_STEPS, measure
 from cs336.model.batches import FileBatches
 from cs336.record import RunRecord, Status, WarningCode, encode_record, read_record, write_record
 from tests.conftest import HostTime

@@ -2,15 +2,13 @@
 
 from cs336.config import Device
 from cs336.record import Failure, Status
-from cs336.studies.ceilings_records import (
-    CeilingsGrid,
-    CeilingsStudy,
+from cs336.studies.ceilings_records import CeilingsGrid, CeilingsStudy, ProductPrecision
+from cs336.studies.ceilings_rows import (
     CollectiveCell,
     LaunchCell,
     LaunchKind,
     Loops,
     ProductCell,
-    ProductPrecision,
     Shape,
     Stream,
     StreamCell,

@@ -15,13 +15,13 @@ from cs336.report.sections.ceilings import ceilings_sections
 from cs336.report.sections.ladder import ladder_results, ladder_section
 from cs336.report.sections.operators import attention_section, fusion_section
 from cs336.report.sections.steps import results_table
-from cs336.studies.ceilings_records import (
+from cs336.studies.ceilings_records import ProductPrecision
+from cs336.studies.ceilings_rows import (
     CollectiveCell,
     LaunchCell,
     LaunchKind,
     Loops,
     ProductCell,
-    ProductPrecision,
     Stream,
     StreamCell,
     Timing,

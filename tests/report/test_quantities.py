@@ -29,7 +29,7 @@ from cs336.report.identity import names_of
 from cs336.report.quantities import StepResult
 from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_files import Ceilings
-from cs336.studies.ceilings_records import CollectiveCell
+from cs336.studies.ceilings_rows import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 

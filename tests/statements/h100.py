@@ -76,11 +76,12 @@ def data_sheets() -> Sequence[Value]:
 
 def errors_of(limit: str, *shapes: str, **values: str) -> list[float]:
     """How far forecasts of steps with this limit and matmuls of these shapes are off (%), the
-    least first.
+    least first: of eager steps and --fast, unless compiled ones are asked for.
     """
+    wanted = {"compiled": "False"} | values
     rows = [
         row
-        for row in some(table("forecast/errors.csv"), limit=limit, **values)
+        for row in some(table("forecast/errors.csv"), limit=limit, **wanted)
         if row["shapes"] in shapes
     ]
     return sorted(abs(number(row, "step_error")) for row in rows)
@@ -119,3 +120,10 @@ def forecasts_of_all() -> Sequence[Value]:
     of_launches = errors_of("launches", "measured", "unmeasured")
     device = statistics.median(unmeasured), len(unmeasured), of_nine_in_ten(unmeasured)
     return *device, statistics.median(measured), len(of_launches), statistics.median(of_launches)
+
+
+@claim
+def forecasts_of_compiled() -> Sequence[Value]:
+    sizes = errors_of("device", "unmeasured", compiled="True")
+    assert not errors_of("launches", "measured", "unmeasured", compiled="True")
+    return len(sizes), statistics.median(sizes), sizes[-1]

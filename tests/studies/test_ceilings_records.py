@@ -14,14 +14,8 @@ from cs336.costs.hardware import bare_name
 from cs336.files import encode_json
 from cs336.record import Failure, RecordError, Status
 from cs336.studies.ceilings_files import ceilings_beside, load_ceilings, shipped
-from cs336.studies.ceilings_records import (
-    CeilingsGrid,
-    CeilingsStudy,
-    Loops,
-    ProductCell,
-    ProductPrecision,
-    joined,
-)
+from cs336.studies.ceilings_records import CeilingsGrid, CeilingsStudy, ProductPrecision
+from cs336.studies.ceilings_rows import Loops, ProductCell, joined
 from cs336.studies.records import read_study
 from tests.committed import DATA
 from tests.report.ceilings import (

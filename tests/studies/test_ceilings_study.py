@@ -38,18 +38,20 @@ from cs336.studies.ceilings_collectives import measure_collectives
 from cs336.studies.ceilings_records import (
     PASS_BYTES,
     PASS_UNIT,
+    CeilingsGrid,
+    ProductPrecision,
+    kernel_cells,
+    pass_cells,
+)
+from cs336.studies.ceilings_rows import (
     STREAM_BYTES,
     UNTIMED,
-    CeilingsGrid,
     KernelCell,
     LaunchCell,
     LaunchKind,
     ProductCell,
-    ProductPrecision,
     Shape,
     Stream,
-    kernel_cells,
-    pass_cells,
 )
 from cs336.studies.cell import OperationObserver, attempt
 from cs336.studies.loops import replayed, timed_loops

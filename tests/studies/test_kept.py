@@ -22,7 +22,7 @@ from cs336.measure.environment import identity
 from cs336.record import Failure, Measurement, Status
 from cs336.report.results import STUDIES
 from cs336.studies import runner
-from cs336.studies.ceilings_records import Loops, Timing
+from cs336.studies.ceilings_rows import Loops, Timing
 from cs336.studies.operators import PHASES
 from cs336.studies.records import read_study
 from cs336.studies.runner import Cells

@@ -19,8 +19,9 @@ from cs336.analysis.kernels.explain import explain
 from cs336.config import Device, Parallel, Profiler
 from cs336.measure import nvml
 from cs336.record import Status, encode_record
-from cs336.sweep import cluster
-from cs336.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
+from cs336.sweep.cluster import connection, driver, machines, task
+from cs336.sweep.cluster.driver import sweep_on_cluster
+from cs336.sweep.cluster.task import Needs, Node, Reply, Request
 from cs336.sweep.keep import Listener
 from cs336.sweep.store import SweepError, raw_profile_path
 from tests.fake_nvml import fake_driver
@@ -95,7 +96,7 @@ class FakeRay:
 
     def submit(self, function, argument, options):
         reference = len(self.results)
-        if function is cluster.describe:
+        if function is task.describe:
             node = self.machines[int(options["scheduling_strategy"].node_id, 16)][1]
             self.results[reference] = msgspec.json.encode(node)
             return reference
@@ -139,10 +140,11 @@ def run(monkeypatch, tmp_path):
     """A sweep on these machines."""
 
     def start(fake, configs, **options):
-        monkeypatch.setattr(cluster, "ray", fake)
-        monkeypatch.setattr(cluster, "connected", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(cluster, "_checked", lambda _: None)
-        monkeypatch.setattr(cluster, "_TICK_S", 0.01)
+        monkeypatch.setattr(driver, "ray", fake)
+        monkeypatch.setattr(machines, "ray", fake)
+        monkeypatch.setattr(connection, "connected", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(connection, "checked_address", lambda _: None)
+        monkeypatch.setattr(driver, "_TICK_S", 0.01)
         witness = Witness()
         outcome = sweep_on_cluster(
             configs,
@@ -290,7 +292,7 @@ def test_starts_before_a_refusal_are_among_the_three(run):
 
 
 def test_a_run_that_does_not_end_is_given_to_ray_again(run, monkeypatch):
-    monkeypatch.setattr(cluster, "_SPARE_S", 0.0)
+    monkeypatch.setattr(driver, "_SPARE_S", 0.0)
     fake = FakeRay((1, node()), (1, node()))
     fake.hanging = (2,)  # the first run, after two descriptions
     outcome, witness = run(fake, on_gpus(3), timeout_s=0.2)
@@ -300,7 +302,7 @@ def test_a_run_that_does_not_end_is_given_to_ray_again(run, monkeypatch):
 
 def test_a_run_of_a_machine_that_hangs_and_is_lost_goes_elsewhere_for_good(run, monkeypatch):
     """Ray would ask the lost machine again, unless it is told to leave it out."""
-    monkeypatch.setattr(cluster, "_RAY_S", 0.5)
+    monkeypatch.setattr(connection, "RAY_S", 0.5)
     fake = FakeRay((1, node()), (1, node()))
     fake.lost = 1
     outcome, witness = run(fake, on_gpus(3))
@@ -310,12 +312,12 @@ def test_a_run_of_a_machine_that_hangs_and_is_lost_goes_elsewhere_for_good(run, 
 
 def test_a_task_returns_the_profiles_of_two_ranks(monkeypatch, tmp_path):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    monkeypatch.setattr(cluster, "when_it_ends", lambda *_: None)
+    monkeypatch.setattr(task, "when_it_ends", lambda *_: None)
     fake = FakeRay()
-    monkeypatch.setattr(cluster, "ray", fake)
+    monkeypatch.setattr(task, "ray", fake)
     config = replace(grid(1)[0], profiler=Profiler.KINETO, parallel=Parallel.DDP_FLAT, ranks=2)
-    data = cluster.measure(msgspec.json.encode(Request(config, 60.0, Needs(), "")))
-    reply = cluster._decoded(data, config)
+    data = task.measure(msgspec.json.encode(Request(config, 60.0, Needs(), "")))
+    reply = task.decoded(data, config)
     assert reply.refused is None
     raw = raw_profile_path(config, tmp_path / "runs")
     raw.parent.mkdir()
@@ -330,5 +332,5 @@ def test_a_machine_whose_gpus_ray_hides_from_a_task_that_asks_for_none_has_them(
     fake_driver(monkeypatch)
     monkeypatch.setattr(nvml, "_initialised", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    node = msgspec.json.decode(cluster.describe("cuda"), type=Node)
+    node = msgspec.json.decode(task.describe("cuda"), type=Node)
     assert node.identity.device_name == "NVIDIA H100 80GB HBM3"

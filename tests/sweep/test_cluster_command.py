@@ -69,22 +69,22 @@ def test_gpus_of_a_cluster_need_not_be_in_this_machine(monkeypatch):
 
 def test_a_dry_run_shows_the_machines_and_fails_if_none_is_used(monkeypatch, capsys):
     pytest.importorskip("ray", reason="needs Ray: pip install ray")
-    from cs336.sweep import cluster
+    from cs336.sweep.cluster import connection, machines, task
 
     def machine(number, refused):
-        node = cluster.Node(replace(IDENTITY, torch=f"2.{number}"), has_nsys=True)
-        return cluster.Machine(
+        node = task.Node(replace(IDENTITY, torch=f"2.{number}"), has_nsys=True)
+        return machines.Machine(
             id=str(number), host=f"host-{number}", address="a", count=8, node=node, refused=refused
         )
 
-    monkeypatch.setattr(cluster, "connected", lambda _: contextlib.nullcontext())
-    machines = [machine(1, None), machine(2, "torch is 2.2,\nneeded 2.1")]
-    monkeypatch.setattr(cluster, "look", lambda *_, **__: (machines, None))
+    monkeypatch.setattr(connection, "connected", lambda _: contextlib.nullcontext())
+    seen = [machine(1, None), machine(2, "torch is 2.2,\nneeded 2.1")]
+    monkeypatch.setattr(machines, "look", lambda *_, **__: (seen, None))
     words = [*SMALL, "--cluster", "auto", "--dry-run"]
     assert cli.sweep(words) == 0
     *_, used, refused, all_of_them = capsys.readouterr().out.splitlines()
     assert used.endswith("used")
     assert "not used: torch is 2.2," in refused
     assert "1 rank at a time" in all_of_them
-    del machines[0]
+    del seen[0]
     assert cli.sweep(words) == 1

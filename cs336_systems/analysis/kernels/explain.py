@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...config import RunConfig
 from ...costs.time import operations
-from ...costs.traces import has_tape, is_at_hand
+from ...costs.traces import has_tape, is_at_hand, is_compiled
 from ...ranges import PhaseNames
 from ...text import inert_line
 from ...torch_needed import lacking_torch
@@ -122,10 +122,11 @@ def summarise(
 def _ledger(
     kernels: pd.DataFrame, trace: Trace, config: RunConfig | None
 ) -> tuple[step_profile.LedgerTimes, ...]:
-    """The kernels beside the operations of the step's tape; empty for a trace of a CPU, and for a
-    step without a tape, which only an installed PyTorch can make.
+    """The kernels beside the operations of the step's tape; empty for a trace of a CPU, for a step
+    whose tape would take a run of torch.compile, and for one without a tape, which only an
+    installed PyTorch can make.
     """
-    if config is None or trace.is_of_host or not config.needs_fast_model:
+    if config is None or trace.is_of_host or not config.needs_fast_model or is_compiled(config):
         return ()
     if not is_at_hand(config) and (lacking_torch() or not has_tape(config)):
         return ()

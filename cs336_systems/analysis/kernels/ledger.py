@@ -5,6 +5,9 @@ by their kernels' names, so that the i-th of a phase on the device is the i-th o
 tape, also where a CUDA graph hides which operator launched it. What lies between two of them, such
 as norms, activations and casts, is taken together: the kernels that ran there, and the bytes that
 the tape's operations there move.
+
+Kernels of several streams may run at once. Each moment of the device counts once: for a kernel that
+computes before one that communicates, and for the one that began first of those that are alike.
 """
 
 import re
@@ -13,15 +16,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ...costs.tape import MATMULS_OF, Form, Operation
+from ..columns import Ints, Mask
 from .attribution import by_phase
 from .classes import KernelClass, classify_kernel
 from .modules import is_matmul_itself
 from .phases import LaunchPhase
 from .short_names import short_name
 from .step_profile import LedgerTimes, Part
+from .trace import Union
 
 _LAYOUT = re.compile(r"^nvjet_\w*_(TN|NN|NT)[NT]$")
 """How names of cuBLAS's kernels for Hopper end: which factors, and the result, are transposed."""
@@ -55,12 +61,32 @@ class _Kernels:
     names: dict[str, None] = field(default_factory=dict)
     count: int = 0
     time_ns: int = 0
+    counted_ns: int = 0
+    """The part of `time_ns` that counts for these kernels."""
 
-    def add(self, name: str, time_ns: int) -> None:
+    def add(self, name: str, time_ns: int, counted_ns: int) -> None:
         """Take one more kernel."""
         self.names[name] = None
         self.count += 1
         self.time_ns += time_ns
+        self.counted_ns += counted_ns
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums of one row of the ledger."""
+
+    calls: int = 0
+    count: int = 0
+    time_ns: int = 0
+    counted_ns: int = 0
+
+    def add(self, kernels: _Kernels) -> None:
+        """Add kernels that ran one after the other."""
+        self.calls += 1
+        self.count += kernels.count
+        self.time_ns += kernels.time_ns
+        self.counted_ns += kernels.counted_ns
 
 
 def ledger_times(
@@ -71,22 +97,48 @@ def ledger_times(
     `operations` are those of one step by phase. In a phase whose matmuls and attention are others
     on the device than on the tape, kernels stand by their names alone.
     """
-    sums: defaultdict[_Row, list[int]] = defaultdict(lambda: [0, 0, 0])
+    kernels = kernels.assign(counted_ns=_counted_ns(kernels, strings))
+    sums: defaultdict[_Row, _Sums] = defaultdict(_Sums)
     for phase, in_phase in by_phase(kernels):
         known = operations.get(phase.value, ())
         for _, of_step in in_phase.groupby("step"):
             for row, found in _rows_of_step(phase, of_step, strings, known):
-                total = sums[row]
-                total[0] += found.count
-                total[1] += found.time_ns
-                total[2] += 1
-    ordered = sorted(sums.items(), key=lambda item: -item[1][1])
-    return tuple(_ledger_times(row, *total) for row, total in ordered)
+                sums[row].add(found)
+    ordered = sorted(sums.items(), key=lambda item: -item[1].time_ns)
+    return tuple(_ledger_times(row, total) for row, total in ordered)
 
 
-def _ledger_times(row: _Row, count: int, time_ns: int, calls: int) -> LedgerTimes:
+def _counted_ns(kernels: pd.DataFrame, strings: Sequence[str]) -> Ints:
+    """How much of each kernel's time counts for it."""
+    start = kernels["start_ns"].to_numpy(dtype=np.int64)
+    end = start + kernels["duration_ns"].to_numpy(dtype=np.int64)
+    names = kernels["name"].to_numpy()
+    numbers = np.unique(names)
+    sends = [n for n in numbers.tolist() if _part_of(strings[n]) is Part.COMMUNICATION]
+    is_sent = np.isin(names, sends)
+    counted = _first_alone(start, end, ~is_sent)
+    sent = _first_alone(start, end, is_sent)
+    computing = Union(start[~is_sent], end[~is_sent])
+    hidden = computing.within(end - sent, end)
+    return np.where(is_sent, sent - hidden, counted)
+
+
+def _first_alone(start: Ints, end: Ints, chosen: Mask) -> Ints:
+    """For each of the chosen intervals, the length of its end that none of those covers which began
+    before it; 0 for all others.
+    """
+    rows = np.flatnonzero(chosen)
+    rows = rows[np.argsort(start[rows], kind="stable")]
+    reached = np.maximum.accumulate(end[rows])
+    since = np.maximum(start[rows], np.append(start[rows][:1], reached[:-1]))
+    alone = np.zeros(len(start), dtype=np.int64)
+    alone[rows] = np.maximum(end[rows] - since, 0)
+    return alone
+
+
+def _ledger_times(row: _Row, total: _Sums) -> LedgerTimes:
     """A row with its sums."""
-    flops = None
+    calls, flops = total.calls, None
     if row.form is not None:
         flops = calls * _flops(row)
     return LedgerTimes(
@@ -98,8 +150,9 @@ def _ledger_times(row: _Row, count: int, time_ns: int, calls: int) -> LedgerTime
         batch=row.batch,
         element_bytes=row.element_bytes,
         calls=calls,
-        count=count,
-        total_s=time_ns / 1e9,
+        count=total.count,
+        total_s=total.time_ns / 1e9,
+        beside_others_s=(total.time_ns - total.counted_ns) / 1e9,
         flops=flops,
         bytes=None if row.bytes is None else calls * row.bytes,
     )
@@ -204,16 +257,17 @@ def _on_device(kernels: pd.DataFrame, strings: Sequence[str]) -> list[_Kernels]:
     parts: list[_Kernels] = []
     anchor: _Kernels | None = None
     ordered = kernels.sort_values("start_ns", kind="stable")
-    rows: Any = zip(ordered["name"], ordered["duration_ns"], strict=True)
-    for number, time_ns in rows:
+    columns = ("name", "duration_ns", "counted_ns")
+    rows: Any = zip(*(ordered[column].tolist() for column in columns), strict=True)
+    for number, *times_ns in rows:
         name = strings[number]
         part = _part_of(name)
         if part is Part.MATMUL and not is_matmul_itself(name) and anchor is not None:
-            anchor.add(short_name(name), int(time_ns))
+            anchor.add(short_name(name), *times_ns)
             continue
         if part is Part.ATTENTION and anchor is not None and anchor.part is part:
             # its kernels have others between them, such as fills
-            anchor.add(short_name(name), int(time_ns))
+            anchor.add(short_name(name), *times_ns)
             continue
         if part in (Part.MATMUL, Part.ATTENTION):
             layout = _LAYOUT.search(name)
@@ -222,7 +276,7 @@ def _on_device(kernels: pd.DataFrame, strings: Sequence[str]) -> list[_Kernels]:
             parts.append(anchor)
         elif not parts or parts[-1].part is not part:
             parts.append(_Kernels(part))
-        parts[-1].add(short_name(name), int(time_ns))
+        parts[-1].add(short_name(name), *times_ns)
     return parts
 
 

@@ -84,39 +84,41 @@ def phase_ranges(trace: Trace, names: PhaseNames) -> PhaseRanges:
     def those(is_meant: Callable[[str], bool]) -> Ints:
         return present[np.array([is_meant(text) for text in texts], dtype=np.bool_)]
 
-    meant: dict[str, Ints] = {}
+    of_program: dict[str, Ints] = {}
     for field, pattern in asdict(names).items():
-        meant[field] = those(partial(_means, pattern))
+        of_program[field] = those(partial(_means, pattern))
+    phases = {}
+    for phase in PHASES:
+        phases[phase] = of_program.get(phase, NO_ROWS)
+        if not len(phases[phase]):
+            phases[phase] = those(partial(_is_known_as, phase))
     zero_grad = of_torch = NO_ROWS
-    if not len(meant["optimizer"]):
+    if not len(of_program["optimizer"]):
         zero_grad = those(lambda text: TORCH_ZERO_GRAD.match(text) is not None)
         steps = those(lambda text: TORCH_OPTIMIZER.match(text) is not None)
         of_torch = np.append(steps, zero_grad)
-    labels = {
-        int(name): label
-        for name, text in zip(present, texts, strict=True)
-        if (label := server_step(text)) is not None
-    }
-    is_of_torch = not len(meant["step"]) and not labels
-    if not len(meant["step"]) and names.step == PhaseNames.step:
-        meant["step"] = np.array(list(labels), dtype=np.int64)
+    labels = {}
+    for name, text in zip(present.tolist(), texts, strict=True):
+        label = server_step(text)
+        if label is not None:
+            labels[name] = label
+    step = of_program["step"]
+    is_of_torch = not len(step) and not labels
+    # a caller who names the ranges of steps means no others
+    if not len(step) and names.step == PhaseNames.step:
+        step = np.array(list(labels), dtype=np.int64)
         if is_of_torch:
-            meant["step"] = those(is_trainer_step)
-    phases = {}
-    for phase in PHASES:
-        of_program = meant.get(phase, NO_ROWS)
-        known = those(partial(_is_known_as, phase))
-        phases[phase] = of_program if len(of_program) else known
+            step = those(is_trainer_step)
     return PhaseRanges(
         phases=phases,
         pieces=those(is_piece),
         of_torch=of_torch,
         zero_grad=zero_grad,
-        step=meant["step"],
-        is_of_torch=is_of_torch and len(meant["step"]) > 0,
+        step=step,
+        is_of_torch=is_of_torch and len(step) > 0,
         labels=labels,
-        warmup=meant["warmup"],
-        measure=meant["measure"],
+        warmup=of_program["warmup"],
+        measure=of_program["measure"],
     )
 
 

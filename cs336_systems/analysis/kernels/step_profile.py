@@ -227,6 +227,17 @@ class LedgerTimes(Timed):
     """FLOPs of all calls; of causal attention those that its mask leaves."""
     bytes: Count | None
     """Bytes that all calls read and write, if nothing is read twice; None if it is not known."""
+    beside_others_s: Time | None = None
+    """The part of `total_s` in which kernels of other rows run too and for which those count; None
+    in profiles of earlier versions, which did not look at it.
+    """
+
+    @property
+    def counted_s(self) -> float:
+        """The part of `total_s` that counts for these kernels: so the rows of a ledger and the time
+        without a kernel add up to the steps.
+        """
+        return self.total_s - (self.beside_others_s or 0.0)
 
 
 class IdleCause(StrEnum):

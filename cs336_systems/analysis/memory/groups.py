@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from .profile import CATEGORIES, LikeAllocations, Place
 from .replay import Replay
 from .snapshot import Stack
 from .stacks import code_places, module_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +58,15 @@ class Groups:
         self._names = [sighting_name(sighting) for sighting in snapshot.sightings]
         self._phase_names = ("", *phases.names)
         self._phase_of_row = np.where(rows.start == BEFORE, 0, phases.at(rows.start) + 1)
-        of_stacks = zip(self._places, self._modules, self._labels, strict=True)
+        like_names = [like_name(name) for name in self._names]
+        innermost = [places[:1] for places in self._places]
+        code = list(zip(innermost, self._modules, self._labels, strict=True))
         alike = (
             rows.requested_bytes,
             snapshot.category,
-            _numbered([like_name(name) for name in self._names], snapshot.sighting),
+            _numbered(like_names, snapshot.sighting),
             _numbered(self._phase_names, self._phase_of_row),
-            _numbered([(places[:1], *rest) for places, *rest in of_stacks], self._stack_of_row),
+            _numbered(code, self._stack_of_row),
         )
         _, group = np.unique(np.stack(alike), axis=1, return_inverse=True)
         self._group = group.reshape(-1)
@@ -88,16 +93,19 @@ class Groups:
     def _like_allocations(self, group: int, live: Mask) -> LikeAllocations:
         """Describe one group; `live` says which allocations of the snapshot exist at the peak.
 
-        A name, shape or type in which the group's tensors differ is left out or generalised.
+        A name in which the group's tensors differ is generalised, and such a shape or type is left
+        out.
         """
         snapshot, rows, members = self._snapshot, self._rows, self._members[group]
-        first, at_peak = members[0], members[live[members]]
-        indices = snapshot.sighting[members]
-        indices = indices[indices != NOT_SIGHTED].tolist()
-        shapes = {snapshot.sightings[index].shape for index in indices}
-        dtypes = {snapshot.sightings[index].dtype for index in indices}
+        first = members[0]
+        at_peak = members[live[members]]
         stacks = np.unique(self._stack_of_row[members]).tolist()
-        names = {self._names[index] for index in indices} or {self._labels[stacks[0]]}
+        sighted = snapshot.sighting[members]
+        indices = sighted[sighted != NOT_SIGHTED].tolist()
+        sightings = [snapshot.sightings[index] for index in indices]
+        names = {self._names[index] for index in indices}
+        if len(names) > 1:
+            names = {like_name(name) for name in names}
         return LikeAllocations(
             num_bytes=int(rows.num_bytes[members].max()),
             requested_bytes=int(rows.requested_bytes[first]),
@@ -105,13 +113,18 @@ class Groups:
             count_at_peak=len(at_peak),
             bytes_at_peak=int(rows.num_bytes[at_peak].sum()),
             category=CATEGORIES[snapshot.category[first]],
-            name=like_name(names.pop()) if len(names) > 1 else "".join(names),
-            shape=shapes.pop() if len(shapes) == 1 else (),
-            dtype=dtypes.pop() if len(dtypes) == 1 else "",
+            name=_agreed(names, self._labels[stacks[0]]),
+            shape=_agreed({sighting.shape for sighting in sightings}, ()),
+            dtype=_agreed({sighting.dtype for sighting in sightings}, ""),
             phase=self._phase_names[self._phase_of_row[first]],
             places=_common([self._places[stack] for stack in stacks]),
             module=self._modules[stacks[0]],
         )
+
+
+def _agreed(values: set[T], otherwise: T) -> T:
+    """The value, if there is only one."""
+    return values.pop() if len(values) == 1 else otherwise
 
 
 def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:

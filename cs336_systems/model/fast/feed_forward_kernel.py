@@ -9,14 +9,17 @@ functions of this module.
 from typing import Any
 
 import torch
-from quack.activation import dgelu_tanh_approx, dswiglu
-from quack.epilogue.frontend import gemm_epilogue
-from quack.epilogue.math import unpack
-from quack.epilogue.ops import RowVecReduce
-from quack.gemm_config import GemmConfig
 from torch import Tensor
 
 from .fused_blocks_kernel import summed
+from .packages import without_compiler
+
+with without_compiler():
+    from quack.activation import dgelu_tanh_approx, dswiglu
+    from quack.epilogue.frontend import gemm_epilogue
+    from quack.epilogue.math import unpack
+    from quack.epilogue.ops import RowVecReduce
+    from quack.gemm_config import GemmConfig
 
 TILE_ROWS, TILE_COLUMNS = 128, (192, 160, 128)
 """Rows of a tile of the result, and the numbers of columns that there may be."""

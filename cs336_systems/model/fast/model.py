@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
+from ...tried_imports import forget_answer
 from ...waits import waiting_for
 from ..annotate import annotate
 from ..trainable import Trainable
@@ -31,7 +32,7 @@ from .blocks import (
 from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from .fp8 import KeptScale, update_scales
 from .master_adamw import MasterAdamW, storage_of
-from .packages import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
+from .packages import IMPORTED_BY, OF_PACKAGE, module_importing, package_needed
 from .weights import COPY_DTYPE, CopyMaker, Weight, drop_gradients
 
 HOPPER = (9, 0)
@@ -192,7 +193,7 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             raise ValueError(
                 f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({version})"
             )
-        module = f"{__package__}.{IMPORTED_BY[package]}"
+        module = module_importing(package)
         try:
             with waiting_for("importing kernels", IMPORTED_BY[package]):
                 importlib.import_module(module)

@@ -42,11 +42,11 @@ def operator(
     def make(plain: Callable[..., Any]) -> CustomOpDef:
         """Register the operator, its kernel, and its shapes without data."""
         label = f"cs336::{plain.__name__.lstrip('_')}"
-        made = torch.library.custom_op(
-            label, plain, mutates_args=mutates, device_types="cpu" if kernel else None
-        )
+        # no device here: a kernel that this registers imports torch.compile when it is called
+        made = torch.library.custom_op(label, plain, mutates_args=mutates, device_types=())
+        torch.library.impl(label, "cpu" if kernel else "default", plain)
         if kernel:
-            made.register_kernel("cuda", run)
+            torch.library.impl(label, "cuda", run)
         made.register_fake((lambda *_: None) if mutates else plain)
         return made
 

@@ -257,25 +257,25 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
     busy_shares = [{"busy_share": span.busy_share} for span in spans]
     told = NamedRows(busy_shares, short_labels(entries))
     limits = told.counts(_limit_in_words(entry) for entry in entries)
-    what = f"{len(entries)} profiled steps are"
+    what = f"{len(entries)} profiled steps"
     if len(entries) == 1:
-        what = f"The profiled step of {labels(entries)[0]} is"
+        what = f"The profiled step of {labels(entries)[0]}"
     num_profiled = sum(not span.by_clock for span in spans)
     under = ", under the profiler" if num_profiled else ""
     if 0 < num_profiled < len(entries):
         under += f" in {num_profiled} of them"
     ends = NamedRows(results, short_labels(results)).failures() if len(results) > 1 else ""
     busy = f"The GPU is busy {told.range('busy_share', percent_of)} of the step{under}."
-    text = f"{what} limited by {', by '.join(limits)}{ends}."
+    text = f"{what}: {', '.join(limits)}{ends}."
     return text, f"{busy} {steps.removesuffix(f'{ends}.')}. {more}".strip()
 
 
 def _limit_in_words(entry: Explained) -> str:
-    """What limits the step, as it follows `limited by`."""
+    """What limits the step."""
     limit = limit_of(entry)
     if limit in (None, Limit.ONE_STEP, Limit.DOUBT):
-        return f"what is {limit or 'not known'}"
-    return str(limit)
+        return f"the limit is {limit or 'not known'}"
+    return f"limited by {limit}"
 
 
 def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> Headline:

@@ -49,12 +49,14 @@ CSV_COLUMNS = (
 )
 CollectiveTimes = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
-NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 BALANCED = (
     "Which experts a token chooses is data: each expert is taken to be chosen as often as any "
     "other."
 )
-NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
+NOT_SEARCHED = (
+    "Of a compiled step the largest batch and the longest context are not searched: the compiler "
+    "chooses kernels by sizes, so that each would be compiled, about half a minute."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +197,14 @@ def account_answer(account: Account) -> Iterator[str]:
 def _why_no_time(account: Account) -> str:
     """Why the time of the step on a known device is not foretold."""
     config, curves = account.config, account.curves
-    if is_compiled(config):
-        return "kernels of compiled steps have no times"
+    if reason := why_not_foretold(config):
+        return reason
     if curves is None or config.precision not in curves.matmuls:
         return f"nothing is known of {account.device_name} at {config.precision}"
     if config.is_shared and account.links is None:
         return account.link_source
-    return "the step has settings of which no times are known"
+    reason = "" if is_compiled(config) else memory.why_not_predicted(config)
+    return reason or "a kernel of the step has no time"
 
 
 def _interval(time: TimePrediction) -> str:
@@ -354,13 +357,16 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
     note = "FLOPs are those of matrix multiplications, attention in full unless said."
     if prediction is not None:
-        how = f"compiled by PyTorch {prediction.compiler}" if prediction.compiler else "eager"
+        how = "eager"
+        if prediction.compiler:
+            how = f"compiled by PyTorch {prediction.compiler}"
+        elif config.fused_blocks:
+            how = "by --fast"
         note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
     notes = [note]
-    if reason := why_not_foretold(config):
+    if prediction is None:
+        reason = why_not_foretold(config) or memory.why_not_predicted(config)
         notes.append(f"Memory is not foretold: {reason}.")
-    elif prediction is None:
-        notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
     if active is not None:
         notes.append(BALANCED)
     label, batch = config.label, f"batch {config.batch_size}"
@@ -382,8 +388,7 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
-    if prediction.reserved_bytes is not None:
-        yield "reserved", prediction.reserved_bytes
+    yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     for phase, num_bytes in prediction.after_bytes.items():
         yield f"allocated after {phase}", num_bytes
@@ -583,7 +588,9 @@ def _checkpoints_tables(config: RunConfig) -> Iterator[Table]:
     )
     note = (
         f"N is {config.model.num_layers} blocks, s the input of a block, A all that it keeps. "
-        "--checkpoint-blocks runs the first three; nested checkpoints are not run here."
+        "--checkpoint-blocks runs the first three; nested checkpoints are not run here, and "
+        "neither are selective ones, which also keep r, the results of attention and of every "
+        "second linear layer, and run a part of each block again."
     )
     yield make_table("Activations of the blocks with checkpoints", columns, rows, [note])
 
@@ -645,6 +652,8 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
         (f"longest context at batch {config.batch_size:,}", longest),
     ]
     notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
+    if is_compiled(config):
+        notes.append(why_not_foretold(config) or NOT_SEARCHED)
     if longest is not None:
         longer = replace(config, model=replace(config.model, context_length=longest + 1))
         if reason := why_untraced(longer):

@@ -7,9 +7,9 @@ from ...analysis.warnings import LOOPS
 from ...config import Device
 from ...costs.communication import sent_share
 from ...costs.hardware import find_device
-from ...studies.ceilings_records import (
+from ...studies.ceilings_records import CeilingsStudy
+from ...studies.ceilings_rows import (
     QUEUED_BYTES,
-    CeilingsStudy,
     CollectiveCell,
     LaunchCell,
     LaunchKind,

@@ -21,12 +21,13 @@ from ...costs.curves import Curves, transferred_curves
 from ...costs.hardware import find_device
 from ...costs.ranks_time import predicted_time
 from ...costs.time import StepLimit, TimePrediction, measured_share, without_products
+from ...costs.traces import is_compiled
 from ...record import WarningCode
 from ...text import counted
 from ..columns import Row, columns_of
 from ..identity import settings_of
 from ..quantities import MS, StepResult
-from ..section import Section, make_table
+from ..section import Section, Table, make_table
 from ..words import ratio, scaled
 
 SCORED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP)
@@ -51,6 +52,8 @@ SCORED_SETTINGS = (
     "cuda_graph",
     "checkpoint_blocks",
     "fp8",
+    "compile_blocks",
+    "ranks",
 )
 GROUPED_BY = (
     "device_name",
@@ -64,6 +67,10 @@ GROUPED_BY = (
     "fp8",
 )
 """Columns by whose values the errors are also given: the device, and settings."""
+
+
+COMPILED_BY = ("device_name", "size", "precision", "attention", "cuda_graph", "compile_blocks")
+"""The same of compiled steps."""
 
 
 class Shapes(StrEnum):
@@ -108,6 +115,18 @@ NOTES = {
         "of launches are this device's own."
     ),
 }
+OF_COMPILED = (
+    "A fused kernel takes as long as a copy of the bytes that inductor says it moves; matmuls, "
+    "attention and the optimizer are foretold as in eager steps. Nothing was fitted to these steps."
+)
+HOST_OF_COMPILED = (
+    "What the host takes to call compiled code was not measured: each of its launches is taken to "
+    "cost what one of an eager step does, and the checks before it nothing. A graph needs neither."
+)
+MISSING = (
+    "Missing are compiled steps that several ranks share or in other modes than the default, steps "
+    "with a part of --fast, and devices without ceilings."
+)
 RULE = (
     "A step is limited by launches if its record says so. The forecast knows the configuration and "
     "the ceilings."
@@ -205,6 +224,7 @@ def _row(directory: Path, result: StepResult, config: RunConfig, prediction: Tim
         "device_name": result.device_name,
         **{key: settings[key] for key in SCORED_SETTINGS},
         "fast": config.fused_blocks,
+        "compiled": is_compiled(config),
     }
     predicted_s = {**prediction.phases_s, Phase.STEP: prediction.step_s}
     for phase in SCORED_PHASES:
@@ -228,37 +248,53 @@ def _row(directory: Path, result: StepResult, config: RunConfig, prediction: Tim
 
 
 def forecast_section(rows: Sequence[Row], others: int) -> Section:
-    """A table of errors for each limit, of all its rows and of groups of them; the values are those
-    of each configuration.
+    """A table of errors for each limit, of all its rows and of groups of them, and one for compiled
+    steps; the values are those of each configuration.
     """
+    eager = [row for row in rows if not row["compiled"]]
     tables = []
     for (limit, shapes), title in ERROR_TITLES.items():
         notes = [RULE] if shapes not in NOTES else [NOTES[shapes], RULE]
-        if limit is StepLimit.LAUNCHES and others:
-            notes.append(
-                f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models "
-                "but for the whole of --fast, such steps on several ranks, and devices without "
-                "ceilings."
-            )
-        of_limit = [row for row in rows if row["limit"] is limit]
+        if limit is StepLimit.LAUNCHES:
+            tables += _tables_of_compiled([row for row in rows if row["compiled"]])
+            if others:
+                notes.append(f"Not predicted: {counted(others, 'configuration')}. {MISSING}")
+        of_limit = [row for row in eager if row["limit"] is limit]
         kept = [row for row in of_limit if shapes in (None, row["shapes"])]
-        summaries = [_summary(name, group) for name, group in _groups(kept) if group]
-        columns = columns_of(*ERROR_COLUMNS)
         if kept or limit is StepLimit.LAUNCHES:
-            title = f"Predicted times of steps {title}"
-            tables.append(make_table(title, columns, summaries, notes))
+            tables.append(_errors_table(f"steps {title}", kept, notes))
     return Section(name="errors", tables=tuple(tables), rows=rows)
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+def _tables_of_compiled(rows: Sequence[Row]) -> list[Table]:
+    """The table of the errors of compiled steps, whatever limits them; none without such steps."""
+    kept = [
+        row
+        for row in rows
+        if row["shapes"] is Shapes.UNMEASURED or row["limit"] is StepLimit.LAUNCHES
+    ]
+    title = "compiled steps, matmuls of shapes that were not measured"
+    notes = [AS_IF, OF_COMPILED, HOST_OF_COMPILED]
+    return [_errors_table(title, kept, notes, COMPILED_BY)] if kept else []
+
+
+def _errors_table(
+    title: str, rows: Sequence[Row], notes: Sequence[str], keys: Sequence[str] = GROUPED_BY
+) -> Table:
+    """The table of errors of all these rows, and of groups of them by these columns."""
+    summaries = [_summary(name, group) for name, group in _groups(rows, keys) if group]
+    return make_table(f"Predicted times of {title}", columns_of(*ERROR_COLUMNS), summaries, notes)
+
+
+def _groups(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[tuple[str, Sequence[Row]]]:
     """Groups of rows by name, whose errors are summarised: all rows, the stable ones, and those
-    with each value of the columns GROUPED_BY.
+    with each value of these columns.
     """
     yield "all", rows
     unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
     stable = [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
     yield "without unstable ones", stable
-    for key in GROUPED_BY:
+    for key in keys:
         by_value: dict[object, list[Row]] = {}
         for row in rows:
             by_value.setdefault(row[key], []).append(row)

@@ -164,3 +164,36 @@ def test_a_phase_with_other_matmuls_than_the_tape_has_names_only() -> None:
     assert any(row.flops for row in ledger if row.phase is LaunchPhase.FORWARD)
     total_ns = sum(round(row.total_s * 1e9) for row in ledger)
     assert total_ns == sum(int(row["duration_ns"]) for row in drawn.rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_moment_counts_once_where_streams_run_at_once(seed: int) -> None:
+    """Against a look at every nanosecond of a short drawn step of three streams."""
+    chance = random.Random(seed)
+    names = ["nvjet_tst_h_bz_coopA_TNT", "norm", "ncclDevKernel_AllGather_RING_LL"]
+    rows: list[dict[str, int]] = []
+    for stream in range(3):
+        now = 0
+        for _ in range(chance.randint(0, 8)):
+            name = 2 if stream == 2 else chance.randrange(2)
+            start, time = now + chance.randint(0, 9), chance.randint(1, 30)
+            rows.append({"name": name, "start_ns": start, "duration_ns": time})
+            now = start + time
+    frame = pd.DataFrame(rows, columns=["name", "start_ns", "duration_ns"]).astype("int64")
+    frame = frame.assign(phase=CODES[LaunchPhase.FORWARD], step=0)
+    ledger = ledger_times(frame, names, {})
+    counted: Counter[str] = Counter()
+    for moment in range(1000):
+        open_ones = [
+            (row["name"] == 2, row["start_ns"], place)
+            for place, row in enumerate(rows)
+            if row["start_ns"] <= moment < row["start_ns"] + row["duration_ns"]
+        ]
+        if open_ones:
+            counted[names[rows[min(open_ones)[2]]["name"]]] += 1
+    found: Counter[str] = Counter()
+    for line in ledger:
+        part = {Part.MATMUL: 0, Part.BETWEEN: 1, Part.COMMUNICATION: 2}[line.part]
+        found[names[part]] += round(line.counted_s * 1e9)
+    assert found == counted
+    assert sum(round(line.total_s * 1e9) for line in ledger) == sum(frame["duration_ns"])

@@ -2,11 +2,9 @@
 follows its rule.
 """
 
-import importlib.metadata
 import itertools
 import operator
 import random
-import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cs336 import tried_imports
+from cs336.commands.configure import NamedGpu, make_fast_config
 from cs336.config import (
     SIZES,
     Attention,
@@ -129,6 +129,24 @@ def test_the_rule_on_an_h200():
     assert fastest(replace(make(), model=asked), H200).model == asked
 
 
+@pytest.mark.parametrize(
+    ("size", "fp8", "is_rounded"),
+    [
+        ("small", False, True),
+        ("gpt2", False, True),
+        ("medium", False, False),
+        ("gpt2-xl", False, False),
+        ("gpt2-xl", True, True),
+    ],
+)
+def test_the_stream_is_in_bf16_where_losses_have_passed_the_gate(size, fp8, is_rounded):
+    asked = {"fp8": True} if fp8 else {}
+    fast = make_fast_config(Device.CUDA, asked, NamedGpu(H200), size=size, batch_size=4, **asked)
+    assert fast.fused_blocks
+    assert fast.fp8 == fp8
+    assert fast.bf16_stream == is_rounded
+
+
 IN_FP8 = {
     "precision": Precision.BF16,
     "cast_once": True,
@@ -187,15 +205,11 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
         QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"),
         FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0"),
     }
-    monkeypatch.setattr(packages, "import_failure", lambda _: None)
+    monkeypatch.setattr(packages, "import_failure", lambda *_: None)
     for package, version in (
         (package, version) for package, versions in near.items() for version in versions
     ):
-        monkeypatch.setattr(
-            importlib.metadata,
-            "version",
-            lambda name, known=(package, version): dict([known])[name],
-        )
+        monkeypatch.setattr(packages, "version_of", {package: version}.get)
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
 
 
@@ -309,37 +323,50 @@ def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
         check_packages(replace(config, device=Device.CPU, cuda_graph=False))
 
 
-def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(
-    tmp_path, monkeypatch, capsys
-):
-    """Whether it can be imported or not. Another package, and an answer that is damaged, have it
-    imported again.
+def draw_asked(chance):
+    """A step that somebody might ask --fast for."""
+    size = chance.choice(["small", "xl", "2.7B", "8B", "gpt2", "gpt2-xl"])
+    contexts = [512, 1024] if size.startswith("gpt2") else [512, 1024, 8192, 32768]
+    modes = [Mode.TRAIN, Mode.TRAIN, Mode.INFERENCE, Mode.FORWARD_BACKWARD]
+    asked = {
+        "size": size,
+        "context_length": chance.choice(contexts),
+        "batch_size": chance.choice([1, 4, 16]),
+        "mode": chance.choice(modes),
+    }
+    ways = [way for way in Parallel if way is not Parallel.OWN]
+    if asked["mode"] is Mode.TRAIN and chance.random() < 0.7:
+        asked |= {"parallel": chance.choice(ways), "ranks": chance.choice([1, 2, 8])}
+        if asked["parallel"] is Parallel.NONE:
+            asked["ranks"] = 1
+    for switch, share in {"fp8": 0.3, "expandable_segments": 0.2, "cuda_graph": 0.2}.items():
+        if chance.random() < share:
+            asked[switch] = True
+    return asked
+
+
+def test_what_is_chosen_for_little_memory_is_a_step_whose_missing_packages_are_named(monkeypatch):
+    """Checkpoints and expandable segments that the memory asks for are chosen after --fast's own
+    rules, so the same rules must not be put on top of them.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(tmp_path)
-    chance, imports = random.Random(0), tmp_path / "imports"
-
-    def answer_of_another_process():
-        packages.import_failure.cache_clear()
-        return packages.import_failure("fake_kernels")
-
-    for number in range(4):
-        is_broken, already = chance.random() < 0.5, imports.read_text().count("\n") if number else 0
-        counting = f"print(file=open({str(imports)!r}, 'a'))\n"
-        (tmp_path / "fake_kernels.py").write_text(counting + "import libcute" * is_broken)
-        (tmp_path / f"changed-{number}.dist-info").mkdir()
-        answers = [answer_of_another_process() for _ in range(3)]
-        assert imports.read_text().count("\n") == already + 1
-        assert capsys.readouterr().err.count("\n") == 1, "the first look is said"
-        assert [answer is not None and "'libcute'" in answer for answer in answers] == [
-            is_broken
-        ] * 3
-        for kept in tmp_path.glob("cache/*/*/*"):
-            kept.write_bytes(chance.choice([b"", chance.randbytes(20)]))
-        assert (answer_of_another_process() is not None) == is_broken
-        assert imports.read_text().count("\n") == already + 2
-        capsys.readouterr()
-    assert "fake_kernels" not in sys.modules
+    monkeypatch.setattr(packages, "version_of", lambda package: None)
+    chance, with_checkpoints, refused = random.Random(62), 0, 0
+    for _ in range(300):
+        asked = draw_asked(chance)
+        settings = {**asked}
+        gpu = NamedGpu(chance.choice([H200, A100, NEW]), 2**30 * chance.choice([24, 80, 140]))
+        try:
+            fast = make_fast_config(Device.CUDA, asked, gpu, **settings)
+        except ValueError:
+            refused += 1
+            continue
+        with_checkpoints += fast.checkpoint_blocks > 0
+        notes = [*missing_packages(fast, gpu.name)]
+        on_hopper = gpu.name == H200 and fast.fused_blocks
+        assert len(notes) <= len(OF_PACKAGE) * on_hopper, (asked, notes)
+        assert describe_fast(fast)
+    assert with_checkpoints > 30
+    assert refused < 150
 
 
 def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
@@ -360,7 +387,7 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
         packages, "version_of", lambda name: VERSIONS[name] if name == package else None
     )
     monkeypatch.setattr(packages, "is_installed", is_installed)
-    packages.import_failure.cache_clear()
+    tried_imports.import_failure.cache_clear()
     assert said in why_unusable(package)
     fast = fastest(make("xl"), H200)
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
@@ -368,23 +395,4 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     setting = next(name for name, needed in OF_PACKAGE.items() if needed == package)
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} needs {package}.*{said}"):
         check_packages(replace(fast, **{setting: True}))
-    packages.import_failure.cache_clear()
-
-
-def test_a_module_that_ends_its_process_leaves_the_others_tried(tmp_path, monkeypatch):
-    """One process tries all modules; what one of them does there is no answer for another."""
-    sources = {
-        "fine_kernels": "",
-        "broken_kernels": "import libcute_that_is_not_there",
-        "fatal_kernels": "import os; os._exit(7)",
-        "later_kernels": "print('cs336 tried nothing')",
-    }
-    for name, source in sources.items():
-        (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    failures = packages._import_elsewhere([*sources])
-    assert list(failures) == [*sources]
-    assert failures["fine_kernels"] is None
-    assert failures["later_kernels"] is None
-    assert "libcute_that_is_not_there" in str(failures["broken_kernels"])
-    assert "7" in str(failures["fatal_kernels"])
+    tried_imports.import_failure.cache_clear()

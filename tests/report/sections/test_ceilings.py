@@ -5,7 +5,7 @@ import pytest
 
 from cs336.config import Device
 from cs336.report.sections.ceilings import ceilings_sections
-from cs336.studies.ceilings_records import LaunchCell, LaunchKind, ProductCell
+from cs336.studies.ceilings_rows import LaunchCell, LaunchKind, ProductCell
 from tests.report.ceilings import (
     FP32,
     all_tables,

@@ -56,20 +56,19 @@ def _row(
         "names": " + ".join(times.names),
         "calls_per_step": times.calls / steps,
         "kernels_per_step": times.count / steps,
-        "ms_per_step": times.total_s / steps * 1e3,
+        "ms_per_step": times.counted_s / steps * 1e3,
+        "beside_others_ms_per_step": scaled(times.beside_others_s, 1e3 / steps),
         "limit_ms_per_step": least_s / steps * 1e3,
-        "lost_ms_per_step": (times.total_s - least_s) / steps * 1e3,
+        "lost_ms_per_step": (times.counted_s - least_s) / steps * 1e3,
         "tflops_per_s": scaled(ratio(times.flops, times.total_s), 1e-12),
         "gb_per_s": scaled(ratio(times.bytes, times.total_s), 1e-9),
     }
 
 
 def _idle_row(entry: Explained) -> Row:
-    """The time of the step in which no kernel runs, all of which is lost; where kernels of several
-    streams run at once it is shorter by that, and may be negative.
-    """
+    """The time of the step in which no kernel runs, all of which is lost."""
     profile, span = entry.profile, entry.span()
-    kernels_s = sum(times.total_s for times in profile.ledger)
+    kernels_s = sum(times.counted_s for times in profile.ledger)
     idle_ms = (span.whole_s - kernels_s) / profile.num_steps * 1e3
     return {
         "what": NO_KERNEL,
@@ -80,6 +79,7 @@ def _idle_row(entry: Explained) -> Row:
         "calls_per_step": None,
         "kernels_per_step": None,
         "ms_per_step": idle_ms,
+        "beside_others_ms_per_step": 0.0,
         "limit_ms_per_step": 0.0,
         "lost_ms_per_step": idle_ms,
         "tflops_per_s": None,
@@ -88,8 +88,8 @@ def _idle_row(entry: Explained) -> Row:
 
 
 def limit_s(times: LedgerTimes, ceiling: Ceiling) -> float:
-    """The least time of these kernels at the device's rates, never more than they took; 0 for what
-    the tape has nothing of.
+    """The least time of these kernels at the device's rates, never more than is counted for them; 0
+    for what the tape has nothing of.
     """
     least = [0.0]
     rate = _flops_per_s(times, ceiling)
@@ -98,7 +98,7 @@ def limit_s(times: LedgerTimes, ceiling: Ceiling) -> float:
     if times.bytes and ceiling.bytes_per_s:
         least.append(times.bytes / ceiling.bytes_per_s)
     # caches hold what memory would have to move, and clocks differ between processes
-    return min(max(least), times.total_s)
+    return min(max(least), times.counted_s)
 
 
 def _flops_per_s(times: LedgerTimes, ceiling: Ceiling) -> float | None:
@@ -186,6 +186,12 @@ def _notes(rows: list[Row], ceiling: Ceiling) -> Iterator[str]:
         "Matmuls and attention are matched in order with those of the step's tape; what runs "
         "between two of them stands together, beside the bytes that the tape moves there."
     )
+    beside_ms = sum(row["beside_others_ms_per_step"] or 0.0 for row in rows)
+    if beside_ms:
+        yield (
+            "Each moment counts once, for computing before communication: kernels ran for "
+            f"{rounded(beside_ms)} ms beside others, which counts for those."
+        )
     if ceiling.spec is None and ceiling.curves is None:
         yield "No limit of the device is known, so that all time counts as lost."
     if any(row["part"] is Part.MATMUL and not row["shape"] for row in rows):
