@@ -603,7 +603,14 @@ def _categories_table(prediction: memory.MemoryPrediction) -> Table:
         if size_bytes := peak.bytes_of(category):
             share = size_bytes / peak.allocated_bytes
             rows.append({"category": category, "size_bytes": size_bytes, "share": share})
-    return make_table("The peak by category", columns_of("category", "size_bytes", "share"), rows)
+    notes = []
+    if peak.bytes_of(Category.UNSPLIT):
+        notes.append(
+            "Unsplit rest: a cached block may be up to 1 MiB larger than its tensor, since the "
+            "allocator splits off no less."
+        )
+    columns = columns_of("category", "size_bytes", "share")
+    return make_table("The peak by category", columns, rows, notes)
 
 
 def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
