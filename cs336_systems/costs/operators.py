@@ -17,7 +17,7 @@ from .trace import BATCH, Dispatch, Launcher, StepTrace, tensors_in
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
 FAST_ACCUM = 5
 """Place of use_fast_accum among the arguments of _scaled_mm after the factors."""
-MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+MATMULS = frozenset(["mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"])
 CUBLASLT_WORKSPACE_BYTES = 2**20
 """PyTorch's default, for products to which a bias is added (aten/src/ATen/cuda/CUDABlas.cpp)."""
 
