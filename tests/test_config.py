@@ -207,6 +207,10 @@ REFUSED: tuple[tuple[dict[str, object], str], ...] = (
         {**SELECTIVE, "checkpoint_blocks": 2},
         "needs --checkpoint-blocks 1, as each block is a checkpoint, got --check",
     ),
+    (
+        {**SELECTIVE, **FP8, "packed_attention": False},
+        "--selective-checkpoints cannot be combined with --fp8 and --compile default",
+    ),
     ({"keep_hidden": 1}, "--keep-hidden needs --selective-checkpoints, got none"),
     ({**SELECTIVE, "keep_hidden": 3}, "--keep-hidden 3 is more than the 2 blocks of the model"),
     (

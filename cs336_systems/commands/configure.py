@@ -14,6 +14,7 @@ from ..config import (
     USED_WITH,
     Arch,
     Attention,
+    CompileMode,
     Device,
     ModelConfig,
     Parallel,
@@ -287,11 +288,18 @@ def make_fast_config(
         switches.setdefault("bf16_stream", fast.fused_blocks)
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
+    is_asked = "compile" in asked or asked.get("compile_blocks")
+    if asked.get("fp8") and asked.get("selective_checkpoints") and not is_asked:
+        fast = fast.with_defaults("compile", "compile_blocks")  # they exclude each other
     fast = replace(fast, **switches)
     if meant.memory_bytes is not None and "checkpoint_blocks" not in asked:
         keeps_graph = bool(asked.get("cuda_graph"))
         fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=keeps_graph)
-    is_asked = "compile" in asked or asked.get("compile_blocks")
+    if is_asked and fast.compile is CompileMode.NONE:
+        raise ValueError(
+            "this step fits the GPU with selective checkpoints only, which blocks in fp8 have where "
+            "they are not compiled: leave out --compile"
+        )
     if fast.has_nothing_to_compile and not is_asked:
         return fast.with_defaults("compile", "compile_blocks")
     return fast

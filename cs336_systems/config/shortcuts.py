@@ -83,6 +83,12 @@ class ShortcutSettings(StepSettings):
                 ),
                 SDPA,
                 FUSED_BLOCKS,
+                Rule(
+                    lambda run: not run.fp8 or run.compile is CompileMode.NONE,
+                    "{flag} cannot be combined with --fp8 and --compile {config.compile}: PyTorch "
+                    "2.11 saves for backward all that linear layers in fp8 write, although a "
+                    "checkpoint would compute it again",
+                ),
             ),
             group="memory",
         ),

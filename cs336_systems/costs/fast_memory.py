@@ -38,8 +38,9 @@ def with_checkpoints(
     activations; or one per block, even if that does not fit either. If the step does not fit as it
     is, the loss is computed in parts, which costs next to nothing. With checkpoints, segments are
     expandable because memory is scarce; on several ranks there are then no graphs, or, with
-    `keeps_graph`, segments stay fixed. Configurations that the forecast does not cover or that
-    already have checkpoints are returned unchanged.
+    `keeps_graph`, segments stay fixed. Blocks in fp8 are not compiled with selective checkpoints.
+    Configurations that the forecast does not cover or that already have checkpoints are returned
+    unchanged.
     """
     if (
         not config.fused_blocks
@@ -63,7 +64,9 @@ def with_checkpoints(
     whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config, chunked]
     if config.model.attention is Attention.SDPA:
-        selective = replace(whole, selective_checkpoints=True, fused_activations=False)
+        # where blocks in fp8 are compiled, these checkpoints are refused
+        eager = whole.with_defaults("compile", "compile_blocks") if config.fp8 else whole
+        selective = replace(eager, selective_checkpoints=True, fused_activations=False)
         for kept in range(config.model.num_layers, -1, -1):
             choices.append(replace(selective, keep_hidden=kept))
     usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)

@@ -184,7 +184,7 @@ def test_both_profilers_tell_the_same_of_each_rank(tmp_path):
         for phase, same in zip(one.phases, other.phases, strict=True):
             assert phase.phase is same.phase
             assert set(phase.launches) == set(same.launches)
-            if phase.phase is LaunchPhase.DATA:
+            if phase.phase in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED):
                 continue  # the host's time, which a profiler lengthens
             kernels = statistics.median(computing_s(one, phase))
             assert kernels > 1e-3
