@@ -297,8 +297,8 @@ def make_fast_config(
         fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=keeps_graph)
     if is_asked and fast.compile is CompileMode.NONE:
         raise ValueError(
-            "this step fits the GPU with selective checkpoints only, which blocks in fp8 have where "
-            "they are not compiled: leave out --compile"
+            "this step fits the GPU only with selective checkpoints, and with those, blocks in fp8 "
+            "are not compiled: leave out --compile"
         )
     if fast.has_nothing_to_compile and not is_asked:
         return fast.with_defaults("compile", "compile_blocks")
