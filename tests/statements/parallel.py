@@ -112,20 +112,20 @@ def distance(record: RunRecord, whole: RunRecord, step: int) -> float:
 
 @claim
 def leaderboard() -> Sequence[Value]:
-    sharded, whole = (
-        one(steps(RESULTS, LEADERBOARD), parallel=way) for way in ("fsdp", "ddp-overlap")
+    in_bf16, in_fp8 = (
+        one(steps(RESULTS, LEADERBOARD), packed_attention="True", fp8=fp8)
+        for fp8 in ("False", "True")
     )
-    peaks = sorted(number(row, "peak_allocated_gib") for row in (sharded, whole))
-    (mfu,) = {round(100 * number(row, "mfu")) for row in (sharded, whole)}
+    mfu = 100 * number(in_bf16, "mfu")
     config = records(LEADERBOARD)[0].config
     full, masked = (
         sum(part.step for part in component_flops(config, causal=causal))
         for causal in (False, True)
     )
     return (
-        number(sharded, "step_mean_ms") / 1e3,
-        number(whole, "step_mean_ms") / 1e3,
-        *peaks,
+        number(in_bf16, "step_mean_ms") / 1e3,
+        number(in_fp8, "step_mean_ms") / 1e3,
+        number(in_fp8, "peak_allocated_gib"),
         mfu,
         mfu * masked / full,
     )
