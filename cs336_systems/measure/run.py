@@ -21,6 +21,7 @@ from .. import waits
 from ..analysis.statistics import steady_interval
 from ..config import Device, Mode, Phase, Profiler, RunConfig
 from ..model.annotate import annotate, set_annotator
+from ..model.fast.compiled_ahead import compiling_ahead
 from ..parallel.collectives import Rank, barrier_on_host, group_of
 from ..ranges import Range, rank_range
 from ..record import Memory, MemoryMoment, MomentName, RunRecord, Telemetry, Traffic, WarningCode
@@ -99,7 +100,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     if model is None and (lacking := lacking_memory(config)) is not None:
         raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
-    step = _make_step(config, model, rank)
+    with compiling_ahead(config):
+        step = _make_step(config, model, rank)
     compiled_before = step.compilation()
     watch = Watch(step, progress.profile)
     progress.step, progress.watch = step, watch

@@ -11,14 +11,14 @@ import os
 import torch
 from torch import Tensor
 
-from ...files import user_cache
 from . import packed_kernel
+from .compiled_ahead import keep_kernels
 from .packages import without_compiler
 
 # The package reads these when it is imported. Without them each process compiles its kernels anew;
 # what it keeps has its own version and those of its compilers in its place.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache() / "flash_attention_4"))
+keep_kernels("packed_attention")
 
 with without_compiler():
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd

@@ -57,9 +57,10 @@ def fastest(
     On a GPU: bf16 with weights cast once, split masters and, where losses allow it
     (`can_round_stream`), the residual stream; fused attention; blocks compiled one by one, with
     fused kernels between their matmuls; on Hopper with the packages of `.[fused]` activations
-    within matmuls and, unless another kernel of attention is named, FlashAttention 4; fused loss,
-    AdamW; each phase one CUDA graph (from 4 warm-up steps on); and a vocabulary padded where its
-    size is no multiple of `MATMUL_MULTIPLE`. A GPU known to have no bf16 keeps its precision. A
+    within matmuls (unless parameters are sharded) and, unless another kernel of attention is named,
+    FlashAttention 4; fused loss, AdamW; each phase one CUDA graph (from 4 warm-up steps on); and a
+    vocabulary padded where its size is no multiple of `MATMUL_MULTIPLE`. A GPU known to have no
+    bf16 keeps its precision. A
     user's own model gets what works for any model: bf16, compilation, fused AdamW. If PyTorch's DDP
     or FSDP shares the step, weights are not cast once, blocks are not fused and there are no
     graphs; grouped queries exclude the former two. A user's own model with sharded parameters is
@@ -112,7 +113,8 @@ def _of_fast_model(
     )
     fuses_activations = (
         has_copies
-        and not (config.fp8 or config.selective_checkpoints or config.is_shared)
+        and not (config.fp8 or config.selective_checkpoints)
+        and not config.parallel.shards_parameters  # 8B took 765 ms with it, 749 to 754 without
         and can_fuse_activations(config.model, device_name, is_usable)
     )
     packs_attention = has_copies and config.packed_attention

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled_ahead import keep_kernels
 from .fused_blocks_kernel import summed
 from .packages import without_compiler
+
+keep_kernels("fused_activations")  # the package reads where when it is imported
 
 with without_compiler():
     from quack.activation import dgelu_tanh_approx, dswiglu

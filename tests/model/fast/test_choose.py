@@ -167,7 +167,8 @@ WITH_PACKAGES = {
     "asked for flash": (H200, ASKED_FOR_FLASH, True, False),
     "own model": (H200, {"model_factory": "a:b"}, False, False),
     "fp8": (H200, IN_FP8, False, True),
-    "two ranks": (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, False, True),
+    "two ranks": (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, True, True),
+    "sharded": (H200, {"parallel": Parallel.FSDP, "ranks": 2}, False, True),
     "PyTorch's FSDP": (H200, {"parallel": Parallel.FSDP2, "ranks": 2}, False, False),
     "fp16": (H200, {"precision": Precision.FP16}, True, True),
 }

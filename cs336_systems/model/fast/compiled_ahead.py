@@ -1,0 +1,171 @@
+"""The kernels of QuACK and FlashAttention 4, compiled side by side in processes of their own where
+the packages have kept none yet.
+
+Each of these kernels takes seconds of one core. In a step they would be compiled one after the
+other, as each is called for the first time; what a process has compiled, the packages keep in their
+caches, where this process finds it.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...config import Arch, Device, RunConfig
+from ...files import user_cache
+from ...waits import waiting_for
+
+CACHES = {
+    "packed_attention": ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "flash_attention_4"),
+    "fused_activations": ("QUACK_CACHE_DIR", "quack"),
+}
+"""By the setting that needs a package: the variable that names the folder of its kernels, and that
+folder's name in the user's cache, where it is if the variable is not set.
+"""
+MIN_CORES = 4
+DTYPE = torch.bfloat16
+
+
+def kernel_cache(setting: str) -> Path:
+    """The folder in which the package of this setting keeps its kernels."""
+    variable, name = CACHES[setting]
+    return Path(os.environ.get(variable) or user_cache() / name)
+
+
+def keep_kernels(setting: str) -> None:
+    """Let the package of this setting keep its kernels in that folder; call it before the package
+    is imported.
+    """
+    os.environ.setdefault(CACHES[setting][0], str(kernel_cache(setting)))
+
+
+@contextlib.contextmanager
+def compiling_ahead(config: RunConfig) -> Iterator[None]:
+    """Context of work beside which other processes compile the kernels that the step will call; it
+    ends when they have.
+
+    They compile only for a package that has kept no kernels. If one of them fails, the step's
+    first call compiles what is missing, and raises what is wrong.
+    """
+    names = _missing(config) if config.device is Device.CUDA else []
+    processes = [_start(name, config) for name in names]
+    try:
+        yield
+        if processes:
+            with waiting_for("compiling kernels side by side", ", ".join(names)):
+                for process in processes:
+                    process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _missing(config: RunConfig) -> list[str]:
+    """What is to be compiled side by side: nothing on few cores, where processes would take
+    turns.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if cores < MIN_CORES:
+        return []
+    return [
+        call.__name__
+        for setting, calls in CALLS.items()
+        if getattr(config, setting) and next(kernel_cache(setting).rglob("*.o"), None) is None
+        for call in calls
+    ]
+
+
+def _start(name: str, config: RunConfig) -> "subprocess.Popen[bytes]":
+    """Start a process that compiles the kernels of this name for the configuration's shapes."""
+    model = config.model
+    shape = [config.batch_size, model.context_length, model.d_model, model.d_ff, model.num_heads]
+    words = ["gelu" if model.arch is Arch.GPT2 else "swiglu", *map(str, shape)]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, name, "cuda", *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+class Shapes:
+    """Tensors of zeros in the shapes of a block of a model."""
+
+    def __init__(
+        self,
+        device: str,
+        is_gelu: bool,
+        batch: int,
+        seq: int,
+        d_model: int,
+        d_ff: int,
+        num_heads: int,
+    ) -> None:
+        self.batch, self.seq, self.d_model, self.d_ff = batch, seq, d_model, d_ff
+        self.num_heads, self.is_gelu = num_heads, is_gelu
+        self.bias_type = DTYPE if is_gelu else None
+        self.hidden = d_ff if is_gelu else 2 * d_ff
+        """Columns of the feed-forward network's first matmul."""
+        self._device = device
+
+    def zeros(self, *sizes: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        """A tensor of zeros."""
+        return torch.zeros(sizes, device=self._device, dtype=dtype)
+
+    def rows(self, columns: int) -> Tensor:
+        """A row for each token of the batch."""
+        return self.zeros(self.batch * self.seq, columns)
+
+
+def attention(shapes: Shapes) -> None:
+    """Call the kernels of packed attention, forward and backward."""
+    from .packed import _attend, _attend_backward
+
+    heads, seq = shapes.num_heads, shapes.seq
+    packed = shapes.zeros(shapes.batch, seq, 3 * shapes.d_model)
+    rotations = None
+    if not shapes.is_gelu:  # models with SwiGLU rotate q and k
+        rotations = shapes.zeros(seq, shapes.d_model // heads // 2, 2, dtype=torch.float32)
+    values, lse = _attend(packed, heads)
+    _attend_backward(values, packed, values, lse, rotations, heads, shapes.bias_type, False)
+
+
+def expand(shapes: Shapes) -> None:
+    """Call the kernel of the feed-forward network's first matmul, with its activation."""
+    from .packed import _expand
+
+    bias = shapes.zeros(shapes.d_ff) if shapes.is_gelu else None
+    _expand(shapes.rows(shapes.d_model), shapes.zeros(shapes.hidden, shapes.d_model), bias)
+
+
+def contract_backward(shapes: Shapes) -> None:
+    """Call the kernel of the gradient of the activation's input."""
+    from .packed import _contract_backward
+
+    weight = shapes.zeros(shapes.d_model, shapes.d_ff)
+    slopes = shapes.rows(shapes.hidden)
+    _contract_backward(shapes.rows(shapes.d_model), weight, slopes, shapes.bias_type)
+
+
+CALLS: Mapping[str, Sequence[Callable[[Shapes], None]]] = {
+    "packed_attention": (attention,),
+    "fused_activations": (expand, contract_backward),
+}
+"""By the setting that needs a package: what processes of their own call."""
+
+
+def main(name: str, device: str, activation: str, *sizes: str) -> None:
+    """Compile the kernels of this name: call them once."""
+    (call,) = (call for calls in CALLS.values() for call in calls if call.__name__ == name)
+    call(Shapes(device, activation == "gelu", *map(int, sizes)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
