@@ -9,7 +9,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import __version__
@@ -21,6 +22,7 @@ CAN_BE_IMPORTED, CANNOT_BE_IMPORTED = "can be imported", "cannot be imported: "
 """What is kept of a try: the first alone, or the second and why."""
 _TRIED = "cs336 tried "
 """How a line begins that says of a module whether it was imported."""
+_TRIED_ALL = "cs336 tried everything"
 _TRY = f"""
 import importlib, os, sys, traceback
 for module in sys.argv[1:]:
@@ -30,19 +32,59 @@ for module in sys.argv[1:]:
     except Exception as error:
         why = traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
     print(f"\\n{_TRIED}{{module}} {{why}}", flush=True)
-os._exit(0)
+print("\\n{_TRIED_ALL}", flush=True)
+for line in sys.stdin:
+    module, function, *arguments = line.split()
+    if os.fork() == 0:
+        status = 1
+        try:
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            getattr(importlib.import_module(module), function)(*arguments)
+            status = 0
+        finally:
+            os._exit(status)
+statuses = []
+try:
+    while True:
+        statuses.append(os.wait()[1])
+except ChildProcessError:
+    os._exit(int(any(statuses)))
 """
-"""A program that tries to import each of its arguments."""
+"""A program that tries to import each of its arguments, and then calls what its input names, each
+in a process forked off it, in which these imports are there already.
+"""
 _meanwhile: list[Callable[[], object]] = []
 """What this process does while another one tries imports."""
+_idle: list["subprocess.Popen[str]"] = []
+"""The process that has tried imports and waits for calls, if there is one."""
 DRIVER = Path("/proc/driver/nvidia/version")
 VARIABLES = ("CUDA", "CUTE", "LD_", "NVIDIA", "PYTHON", "TORCH", "TRITON")
 """How the names of variables begin on which imports of these packages may depend."""
 
 
 def do_meanwhile(work: Callable[[], object]) -> None:
-    """Call `work` while another process tries imports, if one has to."""
+    """Call `work` while another process tries imports, if one has to; that process then waits for
+    `call_elsewhere`.
+    """
     _meanwhile[:] = [work]
+
+
+def call_elsewhere(calls: Iterable[Sequence[str]]) -> "subprocess.Popen[str] | None":
+    """Let the process that has tried imports make these calls, each in a process of its own: a
+    module, a function, and arguments without spaces.
+
+    The process that is returned ends when all of them have ended, with status 0 if none failed.
+    None if no process has had to try imports: nothing is called then.
+    """
+    if not _idle:
+        return None
+    process = _idle.pop()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it was ended; its status says so
+        process.stdin.writelines(" ".join(call) + "\n" for call in calls)
+        process.stdin.close()
+    return process
 
 
 @functools.cache
@@ -88,38 +130,61 @@ def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
     """
     failures: dict[str, str | None] = {}
     while left := [module for module in modules if module not in failures]:
-        status, output, errors = _run_elsewhere(["-P", "-c", _TRY, *left])
-        for line in output.splitlines():
+        output, ending = _try_elsewhere(left)
+        for line in output:
             module, _, why = line.removeprefix(_TRIED).partition(" ")
             if line.startswith(_TRIED) and module in left:
                 failures[module] = f"{CANNOT_BE_IMPORTED}{why}" if why else None
-        for ending in [module for module in left if module not in failures][:1]:
-            said = errors.splitlines() or [f"its process ended with status {status}"]
-            failures[ending] = f"{CANNOT_BE_IMPORTED}{said[-1]}"
+        for module in [module for module in left if module not in failures][:1]:
+            failures[module] = f"{CANNOT_BE_IMPORTED}{ending}"
     return failures
 
 
-def _run_elsewhere(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """The status of Python with these arguments and this process's path, and what it wrote to both
-    streams; meanwhile this process does what it is to do.
+def _try_elsewhere(modules: Sequence[str]) -> tuple[list[str], str]:
+    """The lines that a process has written which tries the modules, with this process's path; and,
+    if it ended before it had tried all, its last words or else its status.
+
+    Meanwhile this process does what it is to do. If there was something to do, the other one is
+    kept for calls.
     """
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
-    with process:
+    is_kept = bool(_meanwhile)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _TRY, *modules],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
         try:
             while _meanwhile:
                 _meanwhile.pop()()
-            output, errors = process.communicate()
+            output = _lines_until(_TRIED_ALL, process)
         except BaseException:
             process.kill()
+            process.communicate()
             raise
-    return process.returncode, output, errors
+        if is_kept and output[-1:] == [_TRIED_ALL]:
+            _idle[:] = [process]
+            return output, ""
+        process.communicate()
+        errors.seek(0)
+        said = errors.read().splitlines()
+    return output, said[-1] if said else f"its process ended with status {process.returncode}"
+
+
+def _lines_until(last: str, process: "subprocess.Popen[str]") -> list[str]:
+    """What the process writes, up to and with this line, or to its end."""
+    assert process.stdout is not None
+    output: list[str] = []
+    for line in process.stdout:
+        output.append(line.rstrip("\n"))
+        if output[-1] == last:
+            break
+    return output
 
 
 def _kept_answer(module: str) -> Path:

@@ -102,3 +102,46 @@ def test_a_failure_meanwhile_ends_the_other_process(tmp_path, monkeypatch):
         tried_imports._import_elsewhere(["waiting_kernels"])
     assert children
     assert not any(child.is_running() for child in children)
+
+
+IMPORTED = """
+import os, pathlib, time
+tried_by = os.getpid()
+
+def work(folder, name):
+    if name == "ends":
+        os._exit(3)
+    print("of no interest")
+    pathlib.Path(folder, name).write_text(f"{tried_by} {os.getpid()}")
+    while len(os.listdir(folder)) < 2:  # each waits for the other
+        time.sleep(0.01)
+"""
+
+
+def test_the_process_that_tried_makes_calls_side_by_side(tmp_path, monkeypatch):
+    """In processes of their own, which have its imports; a call that fails is in its status."""
+    (tmp_path / "kept_kernels.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    for names, status in ((("one", "other"), 0), (("one", "other", "ends"), 1), ((), 0)):
+        tried_imports.do_meanwhile(lambda: None)
+        assert tried_imports._import_elsewhere(["kept_kernels"]) == {"kept_kernels": None}
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        process = tried_imports.call_elsewhere(
+            ["kept_kernels", "work", str(folder), name] for name in names
+        )
+        assert process is not None
+        with process:
+            assert process.wait(60) == status
+        found = [path.read_text().split() for path in folder.iterdir()]
+        assert len(found) == min(len(names), 2)
+        assert {tried_by for tried_by, _ in found} <= {str(process.pid)}
+        assert len({own for _, own in found} - {str(process.pid)}) == len(found)
+        assert tried_imports.call_elsewhere([]) is None
+
+
+def test_nobody_waits_for_calls_unless_there_was_work_meanwhile(tmp_path, monkeypatch):
+    (tmp_path / "kept_kernels.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert tried_imports._import_elsewhere(["kept_kernels"]) == {"kept_kernels": None}
+    assert tried_imports.call_elsewhere([]) is None

@@ -8,8 +8,8 @@ caches, where this process finds it.
 
 import contextlib
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...config import Arch, Device, RunConfig
 from ...files import user_cache
+from ...tried_imports import call_elsewhere
 from ...waits import waiting_for
 
 CACHES = {
@@ -28,6 +29,7 @@ CACHES = {
 folder's name in the user's cache, where it is if the variable is not set.
 """
 MIN_CORES = 4
+MAX_S = 120.0
 DTYPE = torch.bfloat16
 
 
@@ -46,24 +48,31 @@ def keep_kernels(setting: str) -> None:
 
 @contextlib.contextmanager
 def compiling_ahead(config: RunConfig) -> Iterator[None]:
-    """Context of work beside which other processes compile the kernels that the step will call; it
-    ends when they have.
+    """Context of work beside which the kernels that the step will call are compiled; it ends when
+    they are.
 
-    They compile only for a package that has kept no kernels. If one of them fails, the step's
-    first call compiles what is missing, and raises what is wrong.
+    They are compiled only if another process has had to try the packages' imports, which are there
+    in processes that are forked off it, and if a package has kept no kernels. If one fails or takes
+    longer than MAX_S, the step's first call compiles what is missing, and raises what is wrong.
     """
     names = _missing(config) if config.device is Device.CUDA else []
-    processes = [_start(name, config) for name in names]
-    try:
+    process = call_elsewhere(
+        [[__name__, "compile_kernels", *_words(name, config)] for name in names]
+    )
+    if process is None:
         yield
-        if processes:
-            with waiting_for("compiling kernels side by side", ", ".join(names)):
-                for process in processes:
-                    process.wait()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        return
+    with process:  # which closes its streams, and waits for its end
+        try:
+            yield
+            with (
+                waiting_for("compiling kernels side by side", ", ".join(names)),
+                contextlib.suppress(subprocess.TimeoutExpired),
+            ):
+                process.wait(MAX_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _missing(config: RunConfig) -> list[str]:
@@ -81,18 +90,12 @@ def _missing(config: RunConfig) -> list[str]:
     ]
 
 
-def _start(name: str, config: RunConfig) -> "subprocess.Popen[bytes]":
-    """Start a process that compiles the kernels of this name for the configuration's shapes."""
+def _words(name: str, config: RunConfig) -> list[str]:
+    """What `compile_kernels` is told of the configuration."""
     model = config.model
-    shape = [config.batch_size, model.context_length, model.d_model, model.d_ff, model.num_heads]
-    words = ["gelu" if model.arch is Arch.GPT2 else "swiglu", *map(str, shape)]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, name, "cuda", *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    sizes = config.batch_size, model.context_length, model.d_model, model.d_ff, model.num_heads
+    activation = "gelu" if model.arch is Arch.GPT2 else "swiglu"
+    return [name, config.device.value, activation, *map(str, sizes)]
 
 
 class Shapes:
@@ -158,14 +161,12 @@ CALLS: Mapping[str, Sequence[Callable[[Shapes], None]]] = {
     "packed_attention": (attention,),
     "fused_activations": (expand, contract_backward),
 }
-"""By the setting that needs a package: what processes of their own call."""
+"""By the setting that needs a package: what is called, each in a process of its own."""
 
 
-def main(name: str, device: str, activation: str, *sizes: str) -> None:
-    """Compile the kernels of this name: call them once."""
+def compile_kernels(name: str, device: str, activation: str, *sizes: str) -> None:
+    """Compile the kernels of this name for a block of these sizes, in the order of `Shapes`: call
+    them once.
+    """
     (call,) = (call for calls in CALLS.values() for call in calls if call.__name__ == name)
     call(Shapes(device, activation == "gelu", *map(int, sizes)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
