@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from . import __version__
@@ -88,12 +88,14 @@ def call_elsewhere(calls: Iterable[Sequence[str]]) -> "subprocess.Popen[str] | N
 
 
 @functools.cache
-def import_failure(module: str, others: tuple[str, ...] = ()) -> str | None:
+def import_failure(
+    module: str, others: tuple[str, ...] = (), variables: tuple[tuple[str, str], ...] = ()
+) -> str | None:
     """Why the module cannot be imported; None if it can.
 
     A process tries once for each environment, which takes many seconds, and the user's cache keeps
     the answer. It tries the `others` too, of which nothing is known yet, because they share most of
-    what they import.
+    what they import. It has these environment variables, where they are not set already.
     """
     answer = _read_answer(module)
     if answer is not None:
@@ -104,7 +106,7 @@ def import_failure(module: str, others: tuple[str, ...] = ()) -> str | None:
     names = " and ".join(name.rpartition(".")[2] for name in modules)
     print_aside(f"looking whether {names} can be imported, once for this environment")
     with waiting_for("looking what can be imported"):
-        failures = _import_elsewhere(modules)
+        failures = _import_elsewhere(modules, dict(variables))
     for tried, failure in failures.items():
         kept = _kept_answer(tried)
         with contextlib.suppress(OSError):  # without a cache it is looked at each time
@@ -122,7 +124,9 @@ def _read_answer(module: str) -> str | None:
     return None
 
 
-def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
+def _import_elsewhere(
+    modules: Sequence[str], variables: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
     """Why each of the modules cannot be imported, or None if it can.
 
     A process tries one after the other, since a module may end it. A module that ends it is tried
@@ -130,7 +134,7 @@ def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
     """
     failures: dict[str, str | None] = {}
     while left := [module for module in modules if module not in failures]:
-        output, ending = _try_elsewhere(left)
+        output, ending = _try_elsewhere(left, variables or {})
         for line in output:
             module, _, why = line.removeprefix(_TRIED).partition(" ")
             if line.startswith(_TRIED) and module in left:
@@ -140,9 +144,9 @@ def _import_elsewhere(modules: Sequence[str]) -> dict[str, str | None]:
     return failures
 
 
-def _try_elsewhere(modules: Sequence[str]) -> tuple[list[str], str]:
-    """The lines that a process has written which tries the modules, with this process's path; and,
-    if it ended before it had tried all, its last words or else its status.
+def _try_elsewhere(modules: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], str]:
+    """The lines that a process has written which tries the modules, with this process's path and
+    these variables; and, if it ended before it had tried all, its last words or else its status.
 
     Meanwhile this process does what it is to do. If there was something to do, the other one is
     kept for calls.
@@ -151,7 +155,9 @@ def _try_elsewhere(modules: Sequence[str]) -> tuple[list[str], str]:
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _TRY, *modules],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=dict(variables)
+            | os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

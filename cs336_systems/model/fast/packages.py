@@ -24,6 +24,12 @@ OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
 """The modules beside this one that import what the fast model needs of the package."""
 
+NAMED_GPU = (("QUACK_ARCH", "sm_90"), ("CUTE_DSL_ARCH", "sm_90a"))
+"""Variables that tell the packages, which are used on Hopper only, what the GPU is. Without them
+they ask it when they are imported, and a process that has asked cannot be forked into others that
+use the GPU (compiled_ahead.py).
+"""
+
 
 def is_installed(package: str) -> bool:
     """Whether this package is installed in a tested version, and can be imported with all that
@@ -35,7 +41,7 @@ def is_installed(package: str) -> bool:
 def why_unusable(package: str) -> str | None:
     """Why this package cannot be used, to be put after its name; None if it can."""
     untested = _why_untested(package)
-    return untested or import_failure(module_importing(package), _modules())
+    return untested or import_failure(module_importing(package), _modules(), NAMED_GPU)
 
 
 def _why_untested(package: str) -> str | None:
