@@ -24,10 +24,16 @@ OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
 """The modules beside this one that import what the fast model needs of the package."""
 
-NAMED_GPU = (("QUACK_ARCH", "sm_90"), ("CUTE_DSL_ARCH", "sm_90a"))
-"""Variables that tell the packages, which are used on Hopper only, what the GPU is. Without them
-they ask it when they are imported, and a process that has asked cannot be forked into others that
-use the GPU (compiled_ahead.py).
+WITHOUT_CUDA = (
+    ("QUACK_ARCH", "sm_90"),
+    ("CUTE_DSL_ARCH", "sm_90a"),
+    ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+)
+"""Variables with which importing the packages, which are used on Hopper only, does not start CUDA.
+
+Without the first two they ask the GPU what it is, and without the last PyTorch asks CUDA whether
+there is one. A process that has started CUDA cannot be forked into others that use the GPU
+(compiled_ahead.py).
 """
 
 
@@ -41,7 +47,7 @@ def is_installed(package: str) -> bool:
 def why_unusable(package: str) -> str | None:
     """Why this package cannot be used, to be put after its name; None if it can."""
     untested = _why_untested(package)
-    return untested or import_failure(module_importing(package), _modules(), NAMED_GPU)
+    return untested or import_failure(module_importing(package), _modules(), WITHOUT_CUDA)
 
 
 def _why_untested(package: str) -> str | None:
