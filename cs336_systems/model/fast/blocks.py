@@ -350,7 +350,7 @@ class SelectiveBlock(DeferredBlock):
         del mask
         stream = x.stream + x.branch
         stream = stream if x.bias is None else stream + x.bias
-        projected, tag = _checkpoint(self._project, stream)
+        projected, tag = self._projected(stream)
         with annotate(self.attn.range):
             values = self.attn.values(projected, tag, rotations, None)
         if self._keeps_hidden:
@@ -360,16 +360,32 @@ class SelectiveBlock(DeferredBlock):
             stream, branch = _checkpoint(self._after_attention, stream, values)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
+    def _projected(
+        self, stream: ResidualStream
+    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+        """Packed projections q, k and v (batch, seq, 3 d_model) of the normed residual stream, of
+        which backward computes the norm again.
+
+        A compiled block does not compute a matmul again unless a checkpoint tells it to.
+        """
+        if torch.compiler.is_compiling():
+            return self.attn.project(_checkpoint(self._norm, stream))
+        projected: tuple[Tensor, Tag | None] = _checkpoint(self._project, stream)
+        return projected
+
     def _project(
         self, stream: ResidualStream
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """Packed projections q, k and v (batch, seq, 3 d_model) of the normed residual stream."""
-        with annotate(Range.FORWARD), self._own_range():
-            with annotate(self.ln1.range):
-                dtype = self.attn.output_proj.copies.weight.dtype
-                normed = norm(stream, self.ln1.weight, self.ln1.bias, NORM_EPS, dtype)
-            with annotate(self.attn.range):
-                return self.attn.project(normed)
+        """Packed projections of the normed residual stream."""
+        normed = self._norm(stream)
+        with annotate(self.attn.range):
+            return self.attn.project(normed)
+
+    def _norm(self, stream: ResidualStream) -> Float[Tensor, "batch seq d_model"]:
+        """The residual stream's norm, which attention reads."""
+        with annotate(Range.FORWARD), self._own_range(), annotate(self.ln1.range):
+            dtype = self.attn.output_proj.copies.weight.dtype
+            return norm(stream, self.ln1.weight, self.ln1.bias, NORM_EPS, dtype)
 
     def _after_attention(
         self, stream: ResidualStream, values: ResidualStream
