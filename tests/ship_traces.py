@@ -1,5 +1,6 @@
 """Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of
-the step, and `python -m tests.ship_traces compiled` adds those of compiled steps that are missing.
+the step. `python -m tests.ship_traces missing` adds those that are missing, after new steps were
+published, and `compiled` those of compiled steps.
 
 Run it with PyTorch 2.11, by which the published records were measured: from 2.13 on autocast runs
 RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
@@ -151,14 +152,17 @@ def compiled_names() -> dict[str, RunConfig]:
 
 
 def main() -> None:
-    """Trace all of these steps anew, and write the archive; or compile those that are missing."""
+    """Trace all of these steps anew, and write the archive; or add those that are missing."""
     if sys.argv[1:] == ["compiled"]:
         add_compiled()
         return
-    traces._shipped.cache_clear()
-    traces.SHIPPED.unlink(missing_ok=True)
     every = wanted()
-    traces.prepare(every.values())
+    if sys.argv[1:] == ["missing"]:
+        traces.prepare(step for name, step in every.items() if name not in traces._shipped())
+    else:
+        traces._shipped.cache_clear()
+        traces.SHIPPED.unlink(missing_ok=True)
+        traces.prepare(every.values())
     write(traces.SHIPPED, every)
 
 
