@@ -195,6 +195,8 @@ def assumed(row: Row) -> str:
         words.append("tokens sorted by transformers' own passes")
     if row["experts"]:
         words.append("tokens sent once for each expert")
+    if row["context_parallel"] != "1":
+        words.append("ranks of a context attend to equally many keys each")
     if row["compile"] == "fused kernels" and row["tensor"] != "1":
         words.append("no collective of tensor groups beside its matmul")
     return ", ".join(words)
