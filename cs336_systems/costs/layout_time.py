@@ -1,9 +1,9 @@
 """Time of a step of a layout: the kernels of the slowest stage, the collectives that they wait for,
 the pipeline's bubble, the optimizer.
 
-Left out: latencies of the network. Collectives of a tensor group are never hidden; keys and values
-that go round while attention computes are, as far as attention takes, and so is what interleaved
-stages send; gathers and reductions of the state run beside kernels, as in `ranks_time`.
+Collectives of a tensor group are never hidden; keys and values that go round while attention
+computes are, as far as attention takes, and so is what interleaved stages send; gathers and
+reductions of the state run beside kernels, as in `ranks_time`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from .accounting import ADAMW_BYTES
 from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated, with_backend
-from .depth import step_by_depth
+from .depth import StepByDepth, step_by_depth
 from .fusion import fused
 from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
 from .rank_operations import rank_operations, with_sums
 from .ranks_time import Links, Timeline
-from .recipes import casts
+from .recipes import Recipe, casts
 from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
 from .tape import FP8_BYTES, Names, Operation, OperationKey, OperationKind
@@ -111,10 +111,7 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
         step = step_by_depth(alone, kind)
-        launched: dict[Phase, Sequence[OperationKey]]
-        launched = {phase: step.launches[phase].block for phase in _PHASES}
-        if recipe is not None:
-            launched = {phase: fused(keys, names) for phase, keys in launched.items()}
+        launched = _launched(step, names, recipe)
         of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
         if layout.checkpoint == SELECTIVE:
             again = run_again(of_phases[Phase.FORWARD])
@@ -133,6 +130,17 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves, step_spread=1.0).factor
     return _Kernels(tuple(blocks), outside_s, spread)
+
+
+def _launched(
+    step: StepByDepth, names: Names, recipe: Recipe | None
+) -> Mapping[Phase, Sequence[OperationKey]]:
+    """The operations of a block, whose passes are fused in fp8."""
+    launched = {}
+    for phase in _PHASES:
+        keys = step.launches[phase].block
+        launched[phase] = keys if recipe is None else tuple(fused(keys, names))
+    return launched
 
 
 def _work(launched: Iterable[Operation], context: int, config: RunConfig, curves: Curves) -> _Work:
