@@ -98,7 +98,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
     fp8: Annotated[Recipe | None, flags.unset("{tensor,blocks,mx}", "bf16")] = None
     """Compute the linear layers of blocks in fp8, with one scale for each tensor (of this step, not
     of earlier ones), for 128 elements or squares of a weight, or for 32 elements (MXFP8, from
-    Blackwell on).
+    Blackwell on). What lies between matmuls is fused, as in Transformer Engine.
     """
     model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False

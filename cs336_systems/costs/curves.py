@@ -71,6 +71,8 @@ class Curves:
     """
     is_measured: bool = True
     """Whether they were measured, and not computed from the device's data sheet."""
+    is_of_other_chip: bool = False
+    """Whether what was measured is of a device with another chip."""
     has_fp8: bool = True
     """Whether matmuls in fp8, if there are any, were measured, and not computed from bf16 ones."""
     is_in_doubt: bool = False
@@ -271,5 +273,6 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
         collectives={},
         multiprocessors=target.multiprocessors,
         is_measured=False,
+        is_of_other_chip=not target.has_chip_of(source),
         is_shipped=False,
     )

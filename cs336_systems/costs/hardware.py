@@ -60,6 +60,11 @@ class DeviceSpec:
             return self.fp8_peak_flops_per_s
         return self.peak_flops_per_s.get(Precision(precision))
 
+    def has_chip_of(self, other: "DeviceSpec") -> bool:
+        """Whether both data sheets are of one chip, with other memory."""
+        is_as_fast = self.peak_flops_per_s == other.peak_flops_per_s
+        return is_as_fast and self.multiprocessors == other.multiprocessors
+
     def rate_over(self, other: "DeviceSpec", precision: MatmulPrecision) -> float | None:
         """How many times as fast as on another device matmuls are: as measured on both, or else by
         their peaks, of which newer devices reach less. None if a peak is not known.

@@ -1,9 +1,9 @@
 """Time of a step of a layout: the kernels of the slowest stage, the collectives that they wait for,
 the pipeline's bubble, the optimizer.
 
-Left out: latencies of the network. Collectives of a tensor group are never hidden; keys and values
-that go round while attention computes are, as far as attention takes, and so is what interleaved
-stages send; gathers and reductions of the state run beside kernels, as in `ranks_time`.
+Collectives of a tensor group are never hidden; keys and values that go round while attention
+computes are, as far as attention takes, and so is what interleaved stages send; gathers and
+reductions of the state run beside kernels, as in `ranks_time`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,16 +16,17 @@ from .accounting import ADAMW_BYTES
 from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated, with_backend
-from .depth import step_by_depth
+from .depth import StepByDepth, step_by_depth
+from .fusion import fused
 from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
-from .rank_operations import rank_operations
+from .rank_operations import rank_operations, with_sums
 from .ranks_time import Links, Timeline
-from .recipes import casts
+from .recipes import Recipe, casts
 from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
-from .tape import FP8_BYTES, Names, Operation, OperationKind
-from .time import DEVICE_SPREAD, STEP_SPREAD, call_time_s, kernel_spread, kernel_time
+from .tape import FP8_BYTES, Names, Operation, OperationKey, OperationKind
+from .time import DEVICE_SPREAD, call_time_s, kernel_spread, kernel_time, spread_of
 from .traces import axes
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD)
@@ -110,31 +111,43 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
         step = step_by_depth(alone, kind)
-        launched = {phase: step.launches[phase].block for phase in _PHASES}
+        launched = _launched(step, names, recipe)
         of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
         if layout.checkpoint == SELECTIVE:
             again = run_again(of_phases[Phase.FORWARD])
             of_phases[Phase.BACKWARD] = [*again, *of_phases[Phase.BACKWARD]]
-        blocks.append({phase: _work(of_phases[phase], alone, curves) for phase in _PHASES})
+        blocks.append({phase: _work(of_phases[phase], context, alone, curves) for phase in _PHASES})
         for operations in of_phases.values():
             every += operations
     outside_s = {}
     for phase in _PHASES:
         # what a second block adds to a model of one block, and what that one has besides
         launched_of_one = step_by_depth(alone).launches[phase]
-        of_one = _work(divided(launched_of_one.of_one), alone, curves)
+        of_one = _work(divided(launched_of_one.of_one), context, alone, curves)
         of_block = blocks[0][phase]
         if recipe is not None or layout.checkpoint == SELECTIVE:
-            of_block = _work(divided(launched_of_one.block), alone, curves)
+            of_block = _work(divided(launched_of_one.block), context, alone, curves)
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves, step_spread=1.0).factor
     return _Kernels(tuple(blocks), outside_s, spread)
 
 
-def _work(operations: Sequence[Operation], config: RunConfig, curves: Curves) -> _Work:
-    """The time of operations that the host launches and the device runs at the same time, until an
-    operation for which the host waits.
+def _launched(
+    step: StepByDepth, names: Names, recipe: Recipe | None
+) -> Mapping[Phase, Sequence[OperationKey]]:
+    """The operations of a block, whose passes are fused in fp8."""
+    launched = {}
+    for phase in _PHASES:
+        keys = step.launches[phase].block
+        launched[phase] = keys if recipe is None else tuple(fused(keys, names))
+    return launched
+
+
+def _work(launched: Iterable[Operation], context: int, config: RunConfig, curves: Curves) -> _Work:
+    """The time of operations of a ring of so many ranks, which the host launches and the device
+    runs at the same time, until an operation for which the host waits.
     """
+    operations = [*with_sums(launched, context)]
     call_s = call_time_s(config, curves)
     kernels_s = {
         operation: kernel_time(operation, config.precision, curves).time_s
@@ -208,7 +221,7 @@ class _LayoutTimer:
         ceilings that come with the program are of other ones.
         """
         is_elsewhere = self._curves.is_shipped and self._layout.gpus > 1
-        return STEP_SPREAD if self._curves.is_measured and not is_elsewhere else DEVICE_SPREAD
+        return max(spread_of(self._curves), DEVICE_SPREAD if is_elsewhere else 1.0)
 
     def _added_up_s(self) -> float:
         """Passes that add the gradients of each micro-batch but the first to those before; with a

@@ -3,6 +3,7 @@ network adapters that its usual node has; measured collectives come first, and t
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from .communication import Collective
@@ -23,6 +24,10 @@ REFERENCE_S = {
 }
 """Times of all-reduces by bytes among two H200, whose NVLink sends so fast one way
 (data/published/ceilings/NVIDIA-H200-x2-collectives).
+"""
+NODE_STEP_S, NETWORK_STEP_S = 3.4e-6, 9.6e-6
+"""Times of a step of a ring by NVLink and by the network, beside that of its bytes: `hwLat` of
+NCCL's src/graph/tuning.cc for rings by the protocol Simple.
 """
 USUAL_NODE = 8
 """GPUs of a node where no data sheet says."""
@@ -76,6 +81,7 @@ def links_of(
             f"node: {one_way / 1e9:g} GB/s one way by the data sheet, used as far as two H200 use "
             "theirs, by message size"
         )
+    joined = replace(joined, node_step_s=NODE_STEP_S, network_step_s=NETWORK_STEP_S)
     return joined, "; ".join(filter(None, [node_source, network_source]))
 
 

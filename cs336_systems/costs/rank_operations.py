@@ -1,6 +1,6 @@
 """The operations of a rank of a layout, from those of whole matrices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ def rank_operations(
     is_after_attention = is_forward = is_row = False
     is_new = True
     for views, make, *arguments in keys:
-        if recipe is not None and _changes_type_of_weight(make, arguments):
+        if recipe is not None and changes_type_of_weight(make, arguments):
             continue  # weights are cast once a step, and matmuls add up their gradients in fp32
         if make == "attention":
             is_after_attention = True
@@ -77,7 +77,26 @@ def rank_operations(
     return operations
 
 
-def _changes_type_of_weight(make: str, arguments: Sequence[Any]) -> bool:
+def with_sums(operations: Iterable[Operation], context: int) -> Iterator[Operation]:
+    """The operations with the passes by which a ring of so many ranks adds what attention makes of
+    each other rank's keys to what it made before, in fp32: its result, or in backward the gradients
+    of queries, keys and values (PyTorch's `_SDPAMerger` and `convert_to_f32`; Transformer Engine
+    does so too).
+    """
+    for operation in operations:
+        yield operation
+        if operation.kind is not OperationKind.ATTENTION or context == 1:
+            continue
+        rows, width, _ = operation.sides
+        element_bytes = (operation.element_bytes or FP32_BYTES) + 2 * FP32_BYTES
+        yield Operation(
+            kind=OperationKind.PASS,
+            moved_bytes=element_bytes * operation.batch * rows * width,
+            launches=(context - 1) * (1 if operation.form is Form.ATTENTION else 3),
+        )
+
+
+def changes_type_of_weight(make: str, arguments: Sequence[Any]) -> bool:
     """Whether an operation is a pass that casts a weight for its matmul, or the gradient back."""
     if make != "passes" or len(arguments[0]) != 2:
         return False

@@ -8,7 +8,8 @@ A collective runs as rings within every node and across the nodes at the same ti
 each GPU of a node sends its share of what leaves the node through its own network adapter. Of S
 bytes that n nodes of g ranks have in the end, a GPU sends S (g - 1) / g to its neighbours in an
 all-gather, and S (n - 1) / (n g) to other nodes; the slower of the two decides (Austin et al. 2025,
-How to Scale Your Model, "How to Think About GPUs"). Latencies of the network are left out.
+How to Scale Your Model, "How to Think About GPUs"). Of latencies only those of the steps of rings
+count that gather or scatter; all-reduces of many ranks run as trees, which have few.
 """
 
 from collections import Counter
@@ -50,6 +51,11 @@ class Links:
     """
     measured_ranks: int = 2
     """Ranks among which `times` were measured."""
+    node_step_s: float = 0.0
+    network_step_s: float = 0.0
+    """Time of a step of a ring beside that of its bytes, between GPUs of a node and between nodes.
+    All-gathers and reduce-scatters of n ranks have n - 1 steps.
+    """
 
     def call_s(self, call: CollectiveCall, ranks: int, in_node: int | None = None) -> float:
         """Seconds of a collective among `ranks` ranks while nothing else is sent, of which each
@@ -62,8 +68,9 @@ class Links:
             # the part for other ranks of the node
             call = replace(call, num_bytes=call.num_bytes // nodes)
         near_s = self._in_node_s(call, in_node)
+        steps_s = self._steps_s(call.collective, ranks, nodes)
         if nodes == 1:
-            return near_s
+            return near_s + steps_s
         assert self.network_bytes_per_s is not None
         share = sent_share(call.collective, nodes)
         if call.collective is Collective.ALL_TO_ALL:
@@ -73,7 +80,15 @@ class Links:
             share *= in_node
         elif call.collective is not Collective.ALL_TO_ALL:
             share /= in_node
-        return max(near_s, call.num_bytes * share / self.network_bytes_per_s)
+        return steps_s + max(near_s, call.num_bytes * share / self.network_bytes_per_s)
+
+    def _steps_s(self, kind: Collective, ranks: int, nodes: int) -> float:
+        """Time of the steps of a ring that measured times do not have."""
+        if kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+            return 0.0
+        measured = self.measured_ranks - 1 if self._times_of(kind) else 0
+        in_nodes = max(0, ranks - nodes - measured)
+        return in_nodes * self.node_step_s + (nodes - 1) * self.network_step_s
 
     def _in_node_s(self, call: CollectiveCall, ranks: int) -> float:
         """Time among ranks of one node; measured times are scaled by what a rank sends if another

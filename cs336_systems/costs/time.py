@@ -54,7 +54,13 @@ this in nine of ten cases: kernels run with other caches and clocks than in loop
 an H100.
 """
 DEVICE_SPREAD = 1.2
-"""The same of devices that were not measured, whose efficiencies are those of another."""
+"""The same of devices that were not measured, whose efficiencies are those of another of the same
+chip.
+"""
+CHIP_SPREAD = 1.3
+"""The same if the other has another chip: where matmuls were measured on both (`reached` of
+`data_sheets.csv`), 12 of 13 rates over an H200's are within this factor of what the peaks say.
+"""
 MAX_EXTRAPOLATION = 256
 """A step is predicted if its feed-forward matmul has at most this many times the multiplications of
 the largest matmul that was measured. Small matmuls do not tell the rate of large ones: in fp32 an
@@ -373,6 +379,13 @@ def factors_of(operation: Operation, precision: Precision) -> ProductPrecision:
     return ProductPrecision(precision)
 
 
+def spread_of(curves: Curves) -> float:
+    """How far a step is off beside its kernels, by what the curves stand on."""
+    if curves.is_measured:
+        return STEP_SPREAD
+    return CHIP_SPREAD if curves.is_of_other_chip else DEVICE_SPREAD
+
+
 class KernelSpread(NamedTuple):
     """How sure the time of all kernels of a step is."""
 
@@ -400,7 +413,7 @@ def kernel_spread(
         errors_s[kind] += total_s * log(time.high_s / time.low_s) / 2
         if time.is_extrapolated:
             extrapolated_s += total_s
-    spread = step_spread or (STEP_SPREAD if curves.is_measured else DEVICE_SPREAD)
+    spread = step_spread or spread_of(curves)
     if not all_s:
         return KernelSpread(spread, 0.0)
     error = hypot(log(spread), *(error_s / all_s for error_s in errors_s.values()))

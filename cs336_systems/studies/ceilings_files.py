@@ -179,8 +179,7 @@ def _with_attention(
     reference = _joined_curves(shipped(REFERENCE))
     if device is None or source is None or reference is None or device is source:
         return curves.matmuls
-    chips = [(spec.peak_flops_per_s, spec.multiprocessors) for spec in (device, source)]
-    if chips[0] != chips[1]:
+    if not device.has_chip_of(source):
         return curves.matmuls
     elsewhere = transferred_curves(reference, source, device).matmuls
     matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}

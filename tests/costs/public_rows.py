@@ -44,10 +44,11 @@ from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
 
 FORECAST = Path(__file__).parents[2] / "data" / "published" / "forecast"
 GIB = 2**30
-BOARDS = {"H100 96GB HBM2e 500 W": ("H100 80GB HBM3", 2.4e12, 0.92)}
+BOARDS = {"H100 96GB HBM2e 500 W": ("H100 80GB HBM3", 2.4e12, (500 / 700) ** (1 / 3))}
 """Boards without a data sheet here: the one that is asked in their place, their bandwidth, and
-their rates over its. torchtitan says of its own that they lie between those of an H100 SXM and of
-an H100 NVL, 835 of 989 TFLOP/s in bf16; this is the middle.
+their rates over its. Large matmuls run at the power limit, and power is as the cube of the clock,
+with which voltage rises: 0.89 at 500 W of 700. torchtitan says of its own that they lie between
+those of an H100 SXM and of an H100 NVL, which are 1 and 0.84.
 """
 TRITON_SLOWER = {Form.ATTENTION: 1.4, Form.ATTENTION_BACKWARD: 2.0}
 """How many times as long as FlashAttention 2 its predecessor's port to Triton takes: Dao 2023
@@ -180,15 +181,22 @@ def assumed(row: Row) -> str:
     words = []
     if row["hardware"] in BOARDS:
         name, _, share = BOARDS[row["hardware"]]
-        words.append(f"{share} of the rates of {name}")
+        words.append(f"{share:.2f} of the rates of {name}")
     if row["attention"] == "triton":
         words.append("Triton's attention slower than FlashAttention 2 by what its paper says")
     if row["checkpoint"] == "not said":
         words.append("no checkpoints")
-    if row["compile"] != "no":
+    is_fused = row["precision"] in RECIPES
+    if is_fused:
+        words.append("passes between matmuls fused to what they must move at least")
+    elif row["compile"] != "no":
         words.append("eager")
+    if row["experts"] and not is_fused:
+        words.append("tokens sorted by transformers' own passes")
     if row["experts"]:
-        words.append("tokens sorted by transformers' own passes, and sent once for each expert")
+        words.append("tokens sent once for each expert")
+    if row["context_parallel"] != "1":
+        words.append("ranks of a context attend to equally many keys each")
     if row["compile"] == "fused kernels" and row["tensor"] != "1":
         words.append("no collective of tensor groups beside its matmul")
     return ", ".join(words)

@@ -1,8 +1,12 @@
+from math import ceil, log
+
 import pytest
 
 from cs336.config import Precision
 from cs336.costs.hardware import DEVICES, DeviceSpec, find_device
+from cs336.costs.time import CHIP_SPREAD, DEVICE_SPREAD, spread_of
 from cs336.record import load_records
+from cs336.studies.ceilings_files import data_sheet_curves
 from tests.committed import committed_runs
 
 # fp32, tf32, bf16, fp8 (TFLOP/s) and bandwidth (GB/s), as the data sheets give them, halved where
@@ -90,3 +94,28 @@ def test_older_drivers_leave_the_maker_out() -> None:
 )
 def test_unknown_devices_have_no_peak(name) -> None:
     assert find_device(name) is None
+
+
+def test_peaks_tell_the_rates_of_nine_of_ten_other_chips_within_their_spread() -> None:
+    reference = find_device("H200")
+    assert reference is not None
+    off = []
+    for device in DEVICES:
+        for precision, reached in device.reached.items():
+            promised, of_reference = device.peak(precision), reference.peak(precision)
+            assert promised is not None
+            assert of_reference is not None
+            if device is not reference:
+                off.append(abs(log(promised / of_reference / reached)))
+    assert len(off) == 13
+    assert sorted(off)[ceil(0.9 * len(off)) - 1] == pytest.approx(log(CHIP_SPREAD), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [("H100 80GB HBM3", DEVICE_SPREAD), ("H200 NVL", CHIP_SPREAD), ("B200", CHIP_SPREAD)],
+)
+def test_another_chip_is_less_sure_than_other_memory(name: str, spread: float) -> None:
+    device = find_device(name)
+    assert device is not None
+    assert spread_of(data_sheet_curves(device)) == spread

@@ -27,7 +27,7 @@ from cs336.costs.layout import Layout, layouts
 from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank, StageMemory, fullest_rank_bytes
 from cs336.costs.memory import allocated_levels, predict_memory, rounded_bytes
-from cs336.costs.rank_operations import rank_operations
+from cs336.costs.rank_operations import rank_operations, with_sums
 from cs336.costs.ranks_time import Links, ranks_step_time
 from cs336.costs.tape import phases_of
 from cs336.costs.time import step_time
@@ -177,6 +177,25 @@ def test_a_tensor_rank_multiplies_what_pytorch_s_does(size: str, tensor: int) ->
     traced, collectives = parallelized_block(config, micro_batch=2, tensor=tensor)
     assert matmuls == traced
     assert collectives == [{"all_gather": 2, "reduce_scatter": 2}] * 2
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 2), (2, 4)])
+def test_a_ring_adds_up_what_each_rank_s_keys_give_in_fp32(tensor: int, context: int) -> None:
+    """Each but the first result of attention is read, and the sum read and written: 2 + 4 + 4 bytes
+    of each element; in backward those of three gradients.
+    """
+    rank = Rank(config=run("8B"), layout=Layout(tensor=tensor, context=context))
+    model = rank.alone.model
+    assert model.context_length == run("8B").model.context_length // context
+    for phase, tensors in ((Phase.FORWARD, 1), (Phase.BACKWARD, 3)):
+        keys = rank.steps[0].launches[phase].block
+        operations = rank_operations(keys, rank.names, tensor, context)
+        added = Counter(with_sums(operations, context)) - Counter(operations)
+        (sums,) = added
+        assert added[sums] == 1
+        elements = model.context_length * model.d_model // tensor
+        assert sums.launches * sums.moved_bytes == tensors * (context - 1) * 10 * elements
+        assert [*with_sums(operations, 1)] == operations
 
 
 def measured_layouts() -> list[tuple[RunConfig, Layout]]:

@@ -462,3 +462,23 @@ def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:
     }
     assert fastest_bytes_per_s(times, 4) == pytest.approx(0.75 * 100 / 0.4)
     assert fastest_bytes_per_s({}, 4) is None
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (8, 1), (16, 2), (512, 64)])
+def test_steps_of_a_ring_take_longer_the_more_ranks_it_has(ranks: int, nodes: int) -> None:
+    """Of n - 1 steps each between two nodes takes longer. Those of the ranks that were measured are
+    in the measured time; trees and all-to-alls have no such steps.
+    """
+    plain = Links(gpus_per_node=8, node_bytes_per_s=1e12, network_bytes_per_s=1e11)
+    stepping = replace(plain, node_step_s=1.0, network_step_s=100.0)
+    times = {Collective.ALL_REDUCE: {1: 2e-12}}
+    for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        call = CollectiveCall(kind, 2**20)
+        steps_s = ranks - nodes + 100 * (nodes - 1)
+        assert stepping.call_s(call, ranks) - plain.call_s(call, ranks) == pytest.approx(steps_s)
+        measured = [replace(one, times=times) for one in (plain, stepping)]
+        more_s = measured[1].call_s(call, ranks) - measured[0].call_s(call, ranks)
+        assert more_s == pytest.approx(steps_s - 1)
+    for kind in (Collective.ALL_REDUCE, Collective.ALL_TO_ALL):
+        call = CollectiveCall(kind, 2**20)
+        assert stepping.call_s(call, ranks) == plain.call_s(call, ranks)
