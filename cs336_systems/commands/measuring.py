@@ -52,7 +52,8 @@ def measure_all(
     first = IMPORTING if elsewhere is None else "connecting to the cluster"
     with StatusLine(names, first) as status, writing(directory):
         begin()
-        outcome = (elsewhere or run_sweep)(
+        measure = elsewhere or run_sweep
+        outcome = measure(
             configs,
             directory,
             status,
@@ -65,9 +66,8 @@ def measure_all(
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
     wanted = {config.key for config in configs}
-    return status_of(
-        [record for record in outcome.records if record.key in wanted], outcome.unexplained
-    )
+    records = [record for record in outcome.records if record.key in wanted]
+    return status_of(records, outcome.unexplained)
 
 
 def show_results(

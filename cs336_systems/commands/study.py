@@ -341,6 +341,7 @@ def show_study(
     from ..report.page.chapters import write_page_of
     from ..report.page.directory import Directory
     from ..report.results import StudyResults
+    from ..report.section import all_tables
     from ..report.terminal import print_table
 
     with StatusLine() as status:
@@ -351,8 +352,7 @@ def show_study(
             write_atomically(directory / f"{results.subject}.json", encode_json(study))
             results.write(directory, formats)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
-    tables = [table for section in results.sections for table in section.tables]
-    for table in tables[:most_printed]:
+    for table in all_tables(results.sections)[:most_printed]:
         print_table(table, directory)
     if directory is not None:
         print_line(f"results: {directory}")

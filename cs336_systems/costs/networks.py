@@ -49,16 +49,16 @@ def links_of(
         network_bytes_per_s = None
     elif network_bytes_per_s is not None:
         network_source = "network: given"
-    else:
-        if device is None or device.network_bytes_per_s is None:
-            raise ValueError(
-                f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
-                "`cs336 plan` takes --network-gb-per-s"
-            )
+    elif device is not None and device.network_bytes_per_s is not None:
         network_bytes_per_s = NETWORK_EFFICIENCY * device.network_bytes_per_s
         network_source = (
             f"network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
             f"({device.network})"
+        )
+    else:
+        raise ValueError(
+            f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
+            "`cs336 plan` takes --network-gb-per-s"
         )
     links = partial(Links, gpus_per_node=node, network_bytes_per_s=network_bytes_per_s)
     measured_ones = measured_links(measured, node, network_bytes_per_s)
@@ -76,7 +76,9 @@ def links_of(
             f"node: {one_way / 1e9:g} GB/s one way by the data sheet, used as far as two H200 use "
             "theirs, by message size"
         )
-    return joined, "; ".join(filter(None, [node_source, network_source]))
+    if network_source:
+        return joined, f"{node_source}; {network_source}"
+    return joined, node_source
 
 
 def _one_way_bytes_per_s(name: str, device: DeviceSpec | None) -> float:

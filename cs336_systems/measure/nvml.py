@@ -218,12 +218,12 @@ class GpuMonitor:
         """Clocks, power, temperature, throttle reasons and processes beside this one right now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        clock_mhz = functools.partial(pynvml.nvmlDeviceGetClockInfo, handle)
+        max_sm_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
         return GpuState(
-            sm_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1_000_000,
-            max_sm_clock_hz=pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            * 1_000_000,
-            memory_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-            * 1_000_000,
+            sm_clock_hz=clock_mhz(pynvml.NVML_CLOCK_SM) * 1_000_000,
+            max_sm_clock_hz=max_sm_mhz * 1_000_000,
+            memory_clock_hz=clock_mhz(pynvml.NVML_CLOCK_MEM) * 1_000_000,
             power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple, Self
 
 import pynvml
 import torch
@@ -125,24 +126,17 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             _warm_up_once, step, clock, progress, "the first step under the profiler"
         )
         with _collector_off(), watch.measured_steps(one_step):
-            energy_before = monitor.energy_j() if monitor else None
-            graphs = step.compiled_graphs()
-            memory_before = reset_memory() if config.device is Device.CUDA else None
+            before = _Readings.before_steps(step, monitor)
             with annotate(Range.MEASURE), _range_of_rank(config, rank):
                 _meet_under_nsys(config, "begin")
                 _time(step, clock, progress, activity)
                 _meet_under_nsys(config, "end")
             # before a profiler writes while the GPU idles
-            telemetry = _telemetry(monitor, progress, energy_before)
+            telemetry = _telemetry(monitor, progress, before.energy_j)
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
-    memory = None
-    if memory_before is not None:
-        memory = replace(
-            memory_since(memory_before, step.graph.peak_bytes if step.graph else None),
-            first_step_peak_allocated_bytes=progress.first_step_peak_bytes,
-        )
-    _judge(progress, memory, telemetry, step.compiled_graphs() - graphs)
+    memory = _memory_since(before.memory, step, progress)
+    _judge(progress, memory, telemetry, step.compiled_graphs() - before.graphs)
     traffic = _look_inside(step, clock, progress, moments)
     return replace(
         progress.finished(),
@@ -155,6 +149,37 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         telemetry=telemetry,
         activity=activity.activity(),
     )
+
+
+class _Readings(NamedTuple):
+    """What is read just before the measured steps, to be compared with the same after them."""
+
+    energy_j: float | None
+    graphs: int
+    """Graphs that torch.compile has made."""
+    memory: dict[str, int] | None
+    """Counters of PyTorch's CUDA allocator; None on a CPU."""
+
+    @classmethod
+    def before_steps(cls, step: TrainingStep, monitor: GpuMonitor | None) -> Self:
+        """Read all of it, and let the allocator's peaks start again from here."""
+        return cls(
+            energy_j=monitor.energy_j() if monitor else None,
+            graphs=step.compiled_graphs(),
+            memory=reset_memory() if step.config.device is Device.CUDA else None,
+        )
+
+
+def _memory_since(
+    before: dict[str, int] | None, step: TrainingStep, progress: Progress
+) -> Memory | None:
+    """The memory of the measured steps, from the allocator's counters before them; None on a CPU,
+    which has none.
+    """
+    if before is None:
+        return None
+    memory = memory_since(before, step.graph.peak_bytes if step.graph else None)
+    return replace(memory, first_step_peak_allocated_bytes=progress.first_step_peak_bytes)
 
 
 def _make_step(config: RunConfig, model: nn.Module | None, rank: int) -> TrainingStep:
@@ -257,7 +282,8 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
     """
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
-    waits.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
+    how_long = f", about {seconds:.0f} s" if seconds >= 1 else ""
+    waits.say(f"timed steps: {steps}{how_long}")
     gc.collect()
     progress.state_before = monitor.state() if monitor else None
 

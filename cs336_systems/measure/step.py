@@ -48,19 +48,15 @@ class TrainingStep:
         if config.model_factory is not None:
             config = with_own_vocabulary(config, model)
         self.config = config
-        parameters = (
-            (f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters()
-        )
-        check_dtypes(
-            config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters]
-        )
+        dtypes = [("PyTorch's default type", torch.get_default_dtype())]
+        for name, parameter in model.named_parameters():
+            dtypes.append((f"parameter {name}", parameter.dtype))
+        check_dtypes(config.precision, dtypes)
         self.batches = make_batches(config, rank)
+        self.scaler: torch.amp.GradScaler | None = None
         # small gradients would underflow in fp16; other precisions have the range of fp32
-        self.scaler = (
-            torch.amp.GradScaler(config.device.value)
-            if config.precision is Precision.FP16
-            else None
-        )
+        if config.precision is Precision.FP16:
+            self.scaler = torch.amp.GradScaler(config.device.value)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if config.needs_fast_model:
             from ..model.fast.model import FastTrainable

@@ -8,6 +8,7 @@ that distinguish the configurations.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..analysis.columns import ProfileError
@@ -142,6 +143,11 @@ class Section:
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
     pictures: "Sequence[Picture]" = ()
     """Pictures in files of their names in plots/, and on the page."""
+
+
+def all_tables(sections: Iterable[Section]) -> list[Table]:
+    """The tables of all these sections, in order."""
+    return list(chain.from_iterable(section.tables for section in sections))
 
 
 class Entry(Protocol):

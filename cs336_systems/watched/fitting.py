@@ -142,13 +142,8 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
             assumptions.append(OF_RECURRENT)
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
-                tapes: dict[int, Tape] = {}
-                for batch in batches:
-                    limit_s = max(end_s - monotonic(), 0.0)
-                    tapes[batch], assumed = _traced(
-                        loop, batch, limit_s, is_checkpointed=is_checkpointed
-                    )
-                    assumptions += assumed
+                tapes, assumed = _tapes(loop, batches, end_s, is_checkpointed=is_checkpointed)
+                assumptions += assumed
                 is_exact = not (is_checkpointed or _has(model, OF_CUDNN))
                 largest = _largest(tapes, room_bytes, is_exact=is_exact)
                 fits.append(_fit(tapes, largest, is_checkpointed=is_checkpointed))
@@ -161,6 +156,21 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         assumptions=tuple(dict.fromkeys(assumptions)),
         reason=reason,
     )
+
+
+def _tapes(
+    loop: Loop, batches: Iterable[int], end_s: float, *, is_checkpointed: bool
+) -> tuple[dict[int, Tape], list[str]]:
+    """The tapes of the loop's first steps by batch size, and what they take for granted; raise
+    NotTracedError with the reason. Traces end when the clock is at `end_s`.
+    """
+    tapes: dict[int, Tape] = {}
+    assumptions: list[str] = []
+    for batch in batches:
+        limit_s = max(end_s - monotonic(), 0.0)
+        tapes[batch], assumed = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+        assumptions += assumed
+    return tapes, assumptions
 
 
 def _has(model: nn.Module | None, kinds: tuple[type, ...] | type) -> bool:

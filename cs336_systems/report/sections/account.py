@@ -355,18 +355,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    note = "FLOPs are those of matrix multiplications, attention in full unless said."
-    if prediction is not None:
-        how = "eager"
-        if prediction.compiler:
-            how = f"compiled by PyTorch {prediction.compiler}"
-        elif config.fused_blocks:
-            how = "by --fast"
-        note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
-    notes = [note]
-    if prediction is None:
-        reason = why_not_foretold(config) or memory.why_not_predicted(config)
-        notes.append(f"Memory is not foretold: {reason}.")
+    notes = list(_cost_notes(config, prediction))
     if active is not None:
         notes.append(BALANCED)
     label, batch = config.label, f"batch {config.batch_size}"
@@ -378,6 +367,22 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     if batch not in label:
         label += f", {batch}"
     return quantity_table(f"One step of {label}", rows, notes)
+
+
+def _cost_notes(config: RunConfig, prediction: memory.MemoryPrediction | None) -> Iterator[str]:
+    """How FLOPs are counted, and how memory is predicted or why it is not."""
+    flops = "FLOPs are those of matrix multiplications, attention in full unless said."
+    if prediction is None:
+        yield flops
+        reason = why_not_foretold(config) or memory.why_not_predicted(config)
+        yield f"Memory is not foretold: {reason}."
+        return
+    how = "eager"
+    if prediction.compiler:
+        how = f"compiled by PyTorch {prediction.compiler}"
+    elif config.fused_blocks:
+        how = "by --fast"
+    yield f"{flops} Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
 
 
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
@@ -533,29 +538,38 @@ def _time_tables(account: Account) -> Iterator[Table]:
         }
         for phase in predicted_s
     ]
+    notes = [*_limit_notes(time), *_source_notes(account, curves)]
+    columns = columns_of("phase", "predicted_ms", "kernels_ms")
+    yield make_table("Predicted time of a step", columns, rows, notes)
+
+
+def _limit_notes(time: TimePrediction) -> Iterator[str]:
+    """What limits the step, how sure its time is, and which part of it is extrapolated."""
     limit = "The GPU is the limit"
     if time.limit is StepLimit.LAUNCHES:
         limit = f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
-    notes = [f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."]
+    yield f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."
     if interval := _interval(time):
-        notes.append(f"The step takes {rounded(1e3 * time.step_s)} ms{interval}.")
+        yield f"The step takes {rounded(1e3 * time.step_s)} ms{interval}."
     if time.extrapolated_share > 0:
         share = max(1, round(100 * time.extrapolated_share))
-        notes.append(f"{share} % of the time of kernels is of shapes unlike all measured ones.")
+        yield f"{share} % of the time of kernels is of shapes unlike all measured ones."
+
+
+def _source_notes(account: Account, curves: DeviceCurves) -> Iterator[str]:
+    """What the predicted times stand on, and whether it is in doubt."""
     if curves.is_measured or account.device is None:
         of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
-        notes.append(
+        yield (
             f"From the configuration and {of_device} alone; cs336 report DIR says how far it is "
             "from measured steps."
         )
     else:
-        notes.append(by_data_sheet(account.device.names[0]))
+        yield by_data_sheet(account.device.names[0])
     if curves.is_shipped:
-        notes.append(SHIPPED)
+        yield SHIPPED
     if curves.is_in_doubt:
-        notes.append(DOUBTED_FORECAST)
-    columns = columns_of("phase", "predicted_ms", "kernels_ms")
-    yield make_table("Predicted time of a step", columns, rows, notes)
+        yield DOUBTED_FORECAST
 
 
 def by_data_sheet(device_name: str) -> str:

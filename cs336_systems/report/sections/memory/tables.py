@@ -31,6 +31,7 @@ from ...identity import file_names
 from ...section import (
     Section,
     Table,
+    all_tables,
     findings_table,
     known,
     labels,
@@ -389,7 +390,7 @@ def memory_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
         return []
     entries = _in_order(entries)
     sections = [peaks(entries), *added_sections(MemoryEntry, entries)]
-    return [table for section in sections for table in section.tables]
+    return all_tables(sections)
 
 
 def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
@@ -400,7 +401,7 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     further = findings_table([finding for finding in findings(profile) if finding not in said])
     sections = [boundaries(alone), largest(alone, top), blocks(profile)]
     sections += added_sections(MemoryEntry, alone)
-    tables = [further, *(table for section in sections for table in section.tables)]
+    tables = [further, *all_tables(sections)]
     return [table for table in tables if table.rows]
 
 
