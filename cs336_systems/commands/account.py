@@ -40,6 +40,7 @@ from .outcome import OK, UsageError, checked, print_page, show
 
 if TYPE_CHECKING:
     from ..report.section import Section
+    from ..report.sections.account import Account
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
@@ -273,24 +274,13 @@ def run(arguments: AccountArguments) -> int:
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
     from ..report.sections.account import (
-        Account,
         account_answer,
         account_json,
         account_section,
         summary_tables,
     )
 
-    links, link_source = _links(config, name, device, ceilings)
-    account = Account(
-        config=config,
-        device=device,
-        memory_bytes=memory_bytes,
-        collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
-        curves=curves_meant(name, device, config, ceilings),
-        device_name=name,
-        links=links,
-        link_source=link_source,
-    )
+    account = _account(config, name, device, memory_bytes, ceilings)
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
@@ -306,6 +296,29 @@ def run(arguments: AccountArguments) -> int:
     if not arguments.json:
         _print_page(arguments.output, config.label, sentences, section)
     return OK
+
+
+def _account(
+    config: RunConfig,
+    name: str | None,
+    device: DeviceSpec | None,
+    memory_bytes: int | None,
+    ceilings: Ceilings,
+) -> "Account":
+    """The account of a step on the device of this name, with what ceilings say of its times."""
+    from ..report.sections.account import Account
+
+    links, link_source = _links(config, name, device, ceilings)
+    return Account(
+        config=config,
+        device=device,
+        memory_bytes=memory_bytes,
+        collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
+        curves=curves_meant(name, device, config, ceilings),
+        device_name=name,
+        links=links,
+        link_source=link_source,
+    )
 
 
 def _trace_own_model(config: RunConfig) -> None:

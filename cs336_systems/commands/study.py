@@ -16,7 +16,7 @@ from ..measure.nvml import visible_gpus
 from ..model.fast.choose import MATMUL_MULTIPLE, NICE_VOCABULARY
 from ..report.progress import StatusLine
 from ..settings import declared
-from ..studies.ceilings_records import PADDED, CeilingsGrid
+from ..studies.ceilings_records import PADDED, CeilingsGrid, check_presets
 from ..studies.ceilings_rows import Shape
 from ..studies.operators import AttentionGrid, FusionGrid
 from ..sweep.store import make_writable, time_stamp, writing
@@ -271,8 +271,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
     Raises ValueError for an unknown preset.
     """
-    if unknown := [name for name in presets if name not in SIZES]:
-        raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
+    check_presets(presets)
     shapes = []
     for name in dict.fromkeys(presets):
         model = SIZES[name]

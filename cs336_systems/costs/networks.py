@@ -48,18 +48,9 @@ def links_of(
     if gpus <= node:
         network_bytes_per_s = None
     elif network_bytes_per_s is not None:
-        network_source = "network: given"
-    elif device is not None and device.network_bytes_per_s is not None:
-        network_bytes_per_s = NETWORK_EFFICIENCY * device.network_bytes_per_s
-        network_source = (
-            f"network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
-            f"({device.network})"
-        )
+        network_source = "; network: given"
     else:
-        raise ValueError(
-            f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
-            "`cs336 plan` takes --network-gb-per-s"
-        )
+        network_bytes_per_s, network_source = _usual_network(name, device, gpus, node)
     links = partial(Links, gpus_per_node=node, network_bytes_per_s=network_bytes_per_s)
     measured_ones = measured_links(measured, node, network_bytes_per_s)
     if node_bytes_per_s is not None:
@@ -76,9 +67,23 @@ def links_of(
             f"node: {one_way / 1e9:g} GB/s one way by the data sheet, used as far as two H200 use "
             "theirs, by message size"
         )
-    if network_source:
-        return joined, f"{node_source}; {network_source}"
-    return joined, node_source
+    return joined, node_source + network_source
+
+
+def _usual_network(name: str, device: DeviceSpec | None, gpus: int, node: int) -> tuple[float, str]:
+    """The rate that a GPU reaches to other nodes by the adapters of its usual node, and what it
+    stands on; raise ValueError if it has none.
+    """
+    if device is None or device.network_bytes_per_s is None:
+        raise ValueError(
+            f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
+            "`cs336 plan` takes --network-gb-per-s"
+        )
+    source = (
+        f"; network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
+        f"({device.network})"
+    )
+    return NETWORK_EFFICIENCY * device.network_bytes_per_s, source
 
 
 def _one_way_bytes_per_s(name: str, device: DeviceSpec | None) -> float:

@@ -128,10 +128,12 @@ def why_none_visible() -> str | None:
         return None
     every = _every()
     if visible is not None and every:
-        known = ", ".join(
-            f"{gpu.uuid if gpu.slice_of else gpu.index} ({gpu.name})" for gpu in every
-        )
-        return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {known}"
+        known = []
+        for gpu in every:
+            name = gpu.uuid if gpu.slice_of else gpu.index
+            known.append(f"{name} ({gpu.name})")
+        here = ", ".join(known)
+        return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {here}"
     if pynvml.nvmlDeviceGetCount():
         return "all GPUs are in MIG mode and the driver lists no slice (nvidia-smi -L lists them)"
     return None

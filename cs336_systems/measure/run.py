@@ -80,9 +80,8 @@ def measure(
                     progress.step.give_up_graph()
     # for example from a model's module that parses arguments of its own
     except SystemExit as error:
-        record = _failed(
-            progress, RuntimeError(f"the model's code ended the process with status {error.code}")
-        )
+        why = f"the model's code ended the process with status {error.code}"
+        record = _failed(progress, RuntimeError(why))
     except BaseException as error:
         if (
             isinstance(error, KeyboardInterrupt)
@@ -105,23 +104,11 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     watch = Watch(step, progress.profile)
     progress.step, progress.watch = step, watch
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
-    is_counted = monitor is not None and config.profiler is Profiler.NONE
-    gpu = progress.gpu if is_counted else None
-    activity = ActivityMonitor(None if gpu is None else gpu.uuid)
+    activity = _activity_monitor(progress, monitor)
     clock = watch.clock(make_clock(config))
-    if config.device is Device.CUDA:
-        torch.cuda.synchronize()
-    moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
-    progress.setup_s = perf_counter() - progress.started
-
+    moments = _end_setup(step, progress)
     with watch.whole_run():
-        with (
-            _collector_off(),
-            annotate(Range.WARMUP),
-            waits.waiting_for("warm-up steps", str(config.warmup_steps)),
-            compilers_told(config),
-        ):
-            _warm_up(step, clock, progress, monitor)
+        _warm_up(step, clock, progress, monitor)
         one_step = functools.partial(
             _warm_up_once, step, clock, progress, "the first step under the profiler"
         )
@@ -149,6 +136,17 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         telemetry=telemetry,
         activity=activity.activity(),
     )
+
+
+def _end_setup(step: TrainingStep, progress: Progress) -> list[MemoryMoment]:
+    """Wait until the device has made the step, and note how long that took; return the memory then,
+    which is read of a run on several ranks.
+    """
+    if step.config.device is Device.CUDA:
+        torch.cuda.synchronize()
+    moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
+    progress.setup_s = perf_counter() - progress.started
+    return moments
 
 
 class _Readings(NamedTuple):
@@ -249,11 +247,32 @@ def _warn_of_others(progress: Progress, others: int) -> None:
         )
 
 
+def _activity_monitor(progress: Progress, monitor: GpuMonitor | None) -> ActivityMonitor:
+    """What reads the GPU's counters; it reads none under a profiler, which may use them."""
+    is_counted = monitor is not None and progress.config.profiler is Profiler.NONE
+    gpu = progress.gpu if is_counted else None
+    return ActivityMonitor(None if gpu is None else gpu.uuid)
+
+
 def _warm_up(
     step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None
 ) -> None:
-    """Run the warm-up. Steps that GradScaler skips do not count; steps are added while the last
-    one still compiles.
+    """Run the warm-up, in its range and with the garbage collector off."""
+    config = progress.config
+    with (
+        _collector_off(),
+        annotate(Range.WARMUP),
+        waits.waiting_for("warm-up steps", str(config.warmup_steps)),
+        compilers_told(config),
+    ):
+        _run_warm_up(step, clock, progress, monitor)
+
+
+def _run_warm_up(
+    step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None
+) -> None:
+    """Run the steps of the warm-up. Steps that GradScaler skips do not count; steps are added while
+    the last one still compiles.
     """
     config, wanted, taken = progress.config, progress.config.warmup_steps, 0
     while taken < wanted:

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from ..parallel.ways import Way
 
 
+def _dtypes_of(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """The types that a step begins with, and whose they are."""
+    yield "PyTorch's default type", torch.get_default_dtype()
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", parameter.dtype
+
+
 class TrainingStep:
     """Forward, backward and optimizer of one model on one device; each call is one step.
 
@@ -48,10 +55,7 @@ class TrainingStep:
         if config.model_factory is not None:
             config = with_own_vocabulary(config, model)
         self.config = config
-        dtypes = [("PyTorch's default type", torch.get_default_dtype())]
-        for name, parameter in model.named_parameters():
-            dtypes.append((f"parameter {name}", parameter.dtype))
-        check_dtypes(config.precision, dtypes)
+        check_dtypes(config.precision, _dtypes_of(model))
         self.batches = make_batches(config, rank)
         self.scaler: torch.amp.GradScaler | None = None
         # small gradients would underflow in fp16; other precisions have the range of fp32

@@ -218,7 +218,8 @@ def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns:
     """A legend below the picture that reads row by row; matplotlib fills one column by column."""
     missing = -len(handles) % num_columns if len(handles) > num_columns else 0
     whole = [*handles, *[Patch(alpha=0.0, label="")] * missing]
-    by_column = list(chain.from_iterable(whole[n::num_columns] for n in range(num_columns)))
+    columns = [whole[first::num_columns] for first in range(num_columns)]
+    by_column = list(chain.from_iterable(columns))
     figure.legend(
         by_column,
         [str(handle.get_label()) for handle in by_column],

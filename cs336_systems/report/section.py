@@ -118,13 +118,14 @@ def make_table(
     cells = []
     for row in kept:
         cells.append(tuple(column.cell(row) for column in columns))
+    of_failed = [index for index, row in enumerate(kept) if failed is not None and failed(row)]
     return Table(
         title=title,
         headings=tuple(columns),
         rows=tuple(cells),
         notes=tuple(notes),
         findings=tuple(findings),
-        failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
+        failed=frozenset(of_failed),
         values=kept,
     )
 

@@ -58,9 +58,8 @@ def run_study(
     seconds: defaultdict[str, float] = defaultdict(float)
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
-            stack.enter_context(
-                store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-            )
+            lock = store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+            stack.enter_context(lock)
         announce("importing PyTorch", 0, 0)
         worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
         for group in groups:
@@ -75,7 +74,7 @@ def run_study(
                 on_progress()
             worker.close()
     if len(seconds) > 1:
-        parts = (f"{part} {part_s:.1f}" for part, part_s in seconds.items())
+        parts = [f"{part} {part_s:.1f}" for part, part_s in seconds.items()]
         print_aside(f"seconds by part: {', '.join(parts)}")
     return cells.study()
 

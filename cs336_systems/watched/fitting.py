@@ -21,12 +21,10 @@ from ..config import Phase
 from ..costs.allocator import SMALL_BYTES
 from ..costs.fit import last_number, last_that_fits
 from ..costs.memory import allocated_levels, placed
-from ..costs.tape import Category, Tape, TraceError, interpolated
-from ..files import in_one_line
+from ..costs.tape import Category, Tape, interpolated
 from ..loop_record import Fit
-from ..text import inert_line
 from .calls import Call, Several, Shape, shapes_in
-from .dataless import NotTracedError, empty, tracing_copy, without_data
+from .dataless import NotTracedError, empty, saying_why_not_traced, tracing_copy, without_data
 from .flops import loss_of
 from .kept_state import kept_state
 from .tokens import tensors_in
@@ -219,7 +217,7 @@ def _traced(
     model = loop.call.model()
     if model is None:
         raise NotTracedError("the model is gone")
-    try:
+    with saying_why_not_traced():
         memo: dict[int, Any] = {}
         copied = without_data(model, memo)
         if is_checkpointed:
@@ -229,11 +227,6 @@ def _traced(
             tape = _steps(_resized(loop, batch), copied, optimizers, trace, assumptions)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
-    except NotTracedError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
-        raise NotTracedError(inert_line(reason)) from error
     if tape.idle_parameters is not None:
         assumptions.append("experts are chosen equally often")
     return tape, assumptions

@@ -94,8 +94,7 @@ def times_on_device(
     launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
     all_finished = Completion(jobs, launched)
     others_finished = Completion(jobs, launched[jobs.collective[launched] == NO_COLLECTIVE])
-    # when each step begins on the device
-    begin = windows.start_ns[is_first]
+    begin = windows.start_ns[is_first]  # of each step on the device
     if not selection.is_whole_trace:  # which begins with the first event of the device
         begin = np.maximum(begin, all_finished(begin))
         if not is_of_host:

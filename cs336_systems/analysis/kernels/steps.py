@@ -98,15 +98,8 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         if main is not None:
             events, updates = main_events(trace, main, around), update_launches(trace, main)
             copied = batches(trace, main)
-        windows = with_forward(
-            windows,
-            steps.start_ns,
-            steps.end_ns,
-            events,
-            updates,
-            copied,
-            is_inference=is_inference,
-        )
+        bounds = steps.start_ns, steps.end_ns
+        windows = with_forward(windows, *bounds, events, updates, copied, is_inference=is_inference)
         note = _note(trace, windows, is_inference, is_named)
     source = PhaseSource.RANGES
     if not is_named:

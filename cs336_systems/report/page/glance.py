@@ -234,7 +234,10 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
         text = f"A step takes {times}: {', '.join(parts)}"
     elif times:
         text = f"A step takes {times} {told.part('step_mean_ms')}"
-    late = [n for n, result in enumerate(results) if WarningCode.LAUNCH_BOUND in result.codes]
+    late = []
+    for place, result in enumerate(results):
+        if WarningCode.LAUNCH_BOUND in result.codes:
+            late.append(place)
     more = f"{told.count(LIMITED, late)}." if late else ""
     configs = [results[index].config for index in late]
     if late and all(config and config.compile is CompileMode.NONE for config in configs):

@@ -40,6 +40,15 @@ from . import Reader
 GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
+_BATCHES = (
+    [Category.KERNEL],
+    [Category.COPY, Category.FILL],
+    [Category.DRIVER_CALL, Category.CALL],
+    [Category.RANGE],
+)
+"""Categories of the events that are read together: kernels, copies, calls of CUDA, ranges."""
+
+
 def read_kineto(path: Path) -> Trace:
     """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is
     not a trace.
@@ -49,12 +58,7 @@ def read_kineto(path: Path) -> Trace:
     events = TraceEvents(path)
     device_names, has_operators = events.device_names, events.has_operators
     distributed = events.distributed
-    kernels, copies, calls, ranges = events.batches(
-        [Category.KERNEL],
-        [Category.COPY, Category.FILL],
-        [Category.DRIVER_CALL, Category.CALL],
-        [Category.RANGE],
-    )
+    kernels, copies, calls, ranges = events.batches(*_BATCHES)
     is_of_host = not len(kernels) and not len(copies)
     collectives = events.collectives()
     session = _Session(path, calls, ranges, collectives)

@@ -246,7 +246,7 @@ def kernels_section(profile: StepProfile, top: int) -> Section:
 
 def _kernel_rows(profile: StepProfile, phase: LaunchPhase | None) -> list[Row]:
     """A row for each kernel of the phase, or of the whole step."""
-    kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+    kernels = profile.kernels_of(phase)
     total_s = added(kernels).total_s
     # without the picture, a link to a kernel's launches in it would lead nowhere
     drawn = profile.pictured if _has_timeline(profile) else None

@@ -30,6 +30,14 @@ LEGEND_COLUMNS = 3
 LONGEST_NAME = 34
 TICKS_APART = 0.07
 """Smallest distance of two ticks, as a part of the panel's width."""
+PEAK: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 4.5,
+    "color": "#222222",
+    "markeredgecolor": "white",
+    "clip_on": False,
+    "zorder": 6,
+}
 RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (0, (5, 2))}
 
 
@@ -63,16 +71,8 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     draw.style(panel)
     _mark_phases_and_failure(panel, profile)
-    panel.plot(
-        int(allocated_bytes.argmax()),
-        peak.allocated_bytes / unit.num_bytes,
-        marker="o",
-        markersize=4.5,
-        color="#222222",
-        markeredgecolor="white",
-        clip_on=False,
-        zorder=6,
-    )
+    peak_point = int(allocated_bytes.argmax()), peak.allocated_bytes / unit.num_bytes
+    panel.plot(*peak_point, **PEAK)
     _name_phases(panel, profile)
     _mark_times(panel, profile)
     draw.legend_below(figure, handles, LEGEND_COLUMNS)

@@ -339,11 +339,16 @@ def blocks(profile: MemoryProfile) -> Section:
         }
         for block in profile.blocks
     ]
+    return Section(name="blocks", tables=(_saved_table(profile),), rows=rows)
+
+
+def _saved_table(profile: MemoryProfile) -> Table:
+    """The largest tensors that a typical block saves for backward."""
     block = typical(profile.blocks)
-    tensors = [
-        _tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)}
-        for saved in block.saved
-    ]
+    tensors = []
+    for saved in block.saved[:NUM_CONTRIBUTORS]:
+        share = ratio(saved.num_bytes, block.saved_bytes)
+        tensors.append(_tensor(saved) | {"share": share})
     shown = columns_of(
         in_unit("bytes", MIB_CELL),
         "share",
@@ -351,18 +356,18 @@ def blocks(profile: MemoryProfile) -> Section:
         column("shape_and_type", drop_order=3),
     )
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
+    of_all = counted(len(profile.blocks), "block")
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in "
-        f"{alike} of {counted(len(rows), 'block')}; parameters {size(block.parameter_bytes)}, "
-        f"gradients {size(block.gradient_bytes)}. Each block is in blocks.csv."
+        f"{alike} of {of_all}; parameters {size(block.parameter_bytes)}, gradients "
+        f"{size(block.gradient_bytes)}. Each block is in blocks.csv."
     ]
     if again := block.recomputed_bytes:
         notes.append(
             f"Of these, {size(again)} are not kept from forward on: backward computes them again."
         )
     title = f"Largest tensors that {label(block.name)} saves for backward"
-    table = make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes)
-    return Section(name="blocks", tables=(table,), rows=rows)
+    return make_table(title, shown, tensors, notes)
 
 
 def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
