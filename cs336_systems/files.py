@@ -97,11 +97,8 @@ def read_json(
             # each kind of file counts its own versions: another version may mean another kind
             refuse_another_kind(path, data, what, error)
         if file_version > version:
-            raise error(
-                path,
-                f"format version {file_version} is newer than this program's {version}; update it",
-                is_newer=True,
-            )
+            newer = f"format version {file_version} is newer than this program's {version}"
+            raise error(path, f"{newer}; update it", is_newer=True)
         if file_version < version and if_older is not None:
             # another program's file may have a version too
             fields, _ = _KINDS[what]

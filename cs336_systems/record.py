@@ -488,7 +488,10 @@ class RunRecord:
 
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of `phase`, or None where the run has none."""
-        return next((m for m in self.measurements if m.phase is phase), None)
+        for measurement in self.measurements:
+            if measurement.phase is phase:
+                return measurement
+        return None
 
 
 def encode_record(record: RunRecord) -> bytes:

@@ -54,9 +54,13 @@ class WatchedLoop:
             words.append(f"ctx{self.context_length}")
         if self.batch_size is not None:
             words.append(f"b{self.batch_size}")
-        words += [str(value) for value in (self.mode, self.precision) if value is not None]
+        words += self._mode_and_precision
         shape = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(words)).lstrip(".-")[:80]
         return f"{shape}_{self.digest}_r{self.repeat}"
+
+    @property
+    def _mode_and_precision(self) -> list[str]:
+        return [str(value) for value in (self.mode, self.precision) if value is not None]
 
     @property
     def digest(self) -> str:
@@ -79,7 +83,7 @@ class WatchedLoop:
         words = [self.name]
         if self.context_length is not None:
             words.append(f"ctx {self.context_length}")
-        words += [str(value) for value in (self.mode, self.precision) if value is not None]
+        words += self._mode_and_precision
         return " ".join(words)
 
 

@@ -117,4 +117,5 @@ def text_of(value: object) -> str:
 
 def counted(count: int, noun: str) -> str:
     """The count with its noun: `1 block`, `2,000 blocks`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    plural = "" if count == 1 else "s"
+    return f"{count:,} {noun}{plural}"

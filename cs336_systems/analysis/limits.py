@@ -171,4 +171,5 @@ def _tokens_per_s(record: RunRecord) -> Interval | None:
     loop_s = [sum(pair) for pair in zip(times_s, between_s, strict=True)]
     mean_s = sum(loop_s) / len(loop_s)
     parts = zip(counts, loop_s, strict=True)
-    return mean_interval_of_steps([rate + (count - rate * s) / mean_s for count, s in parts])
+    rates = [rate + (count - rate * time_s) / mean_s for count, time_s in parts]
+    return mean_interval_of_steps(rates)

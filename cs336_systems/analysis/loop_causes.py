@@ -131,7 +131,8 @@ def unseen_ranks(seen: LoopRecord) -> list[str]:
     count, total = len(_ranks_with_times(seen)), seen.rank.world_size
     if count == total:
         return []
-    return [f"whether a rank came later was seen of {count if count > 1 else 0} of {total} ranks"]
+    compared = count if count > 1 else 0
+    return [f"whether a rank came later was seen of {compared} of {total} ranks"]
 
 
 def _part(cause: Cause, pauses: Sequence[Pause]) -> str:

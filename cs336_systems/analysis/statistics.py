@@ -141,16 +141,22 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
         removed.append(farthest)
         total -= value
         squares -= value * value
-    if not removed:
-        return []
+    return sorted(removed[: _num_far(deviations, len(values), alpha)])
+
+
+def _num_far(deviations: Sequence[float], num_values: int, alpha: float) -> int:
+    """How many of the values removed first are outliers: all up to the last whose deviation, in
+    standard deviations of the values left with it, is over its bound (Rosner 1983).
+    """
+    if not deviations:
+        return 0
     import numpy as np
     from scipy.special import stdtrit  # slow to import, and two values need none
 
-    left = len(values) - np.arange(len(removed))
+    left = num_values - np.arange(len(deviations))
     t = stdtrit(left - 2, 1 - alpha / (2 * left))
     is_far = np.array(deviations) > (left - 1) * t / np.sqrt(left * (left - 2 + t * t))
-    num_found = int(np.flatnonzero(is_far)[-1]) + 1 if is_far.any() else 0
-    return sorted(removed[:num_found])
+    return int(np.flatnonzero(is_far)[-1]) + 1 if is_far.any() else 0
 
 
 def _integers(values: Sequence[float]) -> list[int]:

@@ -238,10 +238,13 @@ def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
     distances = [time_s / median_s - 1 for time_s in times_s]
     if max(map(abs, distances)) < MIN_OUTLIER:
         return None  # without the slow test
-    far = [i for i in outliers(times_s, OUTLIER_ALPHA) if abs(distances[i]) >= MIN_OUTLIER]
+    found = outliers(times_s, OUTLIER_ALPHA)
+    far = [place for place in found if abs(distances[place]) >= MIN_OUTLIER]
     if not far:
         return None
-    named = [f"{repeated.name} {i + 1} {_signed_percent(distances[i])}" for i in far[:MAX_OUTLIERS]]
+    named = []
+    for place in far[:MAX_OUTLIERS]:
+        named.append(f"{repeated.name} {place + 1} {_signed_percent(distances[place])}")
     more = f" and {len(far) - MAX_OUTLIERS} more" if len(far) > MAX_OUTLIERS else ""
     remedy = repeated.against("close other programs" if far[0] else f"use {repeated.warmup}")
     return (

@@ -1,7 +1,7 @@
 """`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -40,6 +40,7 @@ from .outcome import OK, UsageError, checked, print_page, show
 
 if TYPE_CHECKING:
     from ..report.section import Section
+    from ..report.sections.account import Account
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
@@ -269,33 +270,17 @@ def run(arguments: AccountArguments) -> int:
     memory_bytes = checked(arguments.memory_bytes, name, device)
     require_tapes(config)
     if config.model_factory is not None:
-        print_aside(f"tracing a step of {config.model_factory} without data")
-        prepare_forecasts([uncompiled(config)], of_users=True)
-        if not own_parameters(config):
-            name = f"--model {config.model_factory}: "
-            why = why_untraced(config) or "needed a factory of a model, and this one makes a step"
-            raise UsageError(name + why.removeprefix(name))
+        _trace_own_model(config)
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
     from ..report.sections.account import (
-        Account,
         account_answer,
         account_json,
         account_section,
         summary_tables,
     )
 
-    links, link_source = _links(config, name, device, ceilings)
-    account = Account(
-        config=config,
-        device=device,
-        memory_bytes=memory_bytes,
-        collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
-        curves=curves_meant(name, device, config, ceilings),
-        device_name=name,
-        links=links,
-        link_source=link_source,
-    )
+    account = _account(config, name, device, memory_bytes, ceilings)
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
@@ -307,14 +292,52 @@ def run(arguments: AccountArguments) -> int:
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
-        choices = " or ".join(f'--device-name "{known}"' for known in ceilings.device_names)
-        print_aside(
-            "no times are predicted, as no GPU is named and this machine has none that is "
-            f"known; try {choices}"
-        )
+        _suggest_devices(ceilings.device_names)
     if not arguments.json:
         _print_page(arguments.output, config.label, sentences, section)
     return OK
+
+
+def _account(
+    config: RunConfig,
+    name: str | None,
+    device: DeviceSpec | None,
+    memory_bytes: int | None,
+    ceilings: Ceilings,
+) -> "Account":
+    """The account of a step on the device of this name, with what ceilings say of its times."""
+    from ..report.sections.account import Account
+
+    links, link_source = _links(config, name, device, ceilings)
+    return Account(
+        config=config,
+        device=device,
+        memory_bytes=memory_bytes,
+        collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
+        curves=curves_meant(name, device, config, ceilings),
+        device_name=name,
+        links=links,
+        link_source=link_source,
+    )
+
+
+def _trace_own_model(config: RunConfig) -> None:
+    """Trace a step of the user's own model; raise UsageError if that shows no parameters."""
+    print_aside(f"tracing a step of {config.model_factory} without data")
+    prepare_forecasts([uncompiled(config)], of_users=True)
+    if not own_parameters(config):
+        flag = f"--model {config.model_factory}: "
+        why = why_untraced(config) or "needed a factory of a model, and this one makes a step"
+        raise UsageError(flag + why.removeprefix(flag))
+
+
+def _suggest_devices(device_names: Iterable[str]) -> None:
+    """Say that no times are predicted, and which names of GPUs would give some."""
+    choices = " or ".join(f'--device-name "{known}"' for known in device_names)
+    print_aside(
+        "no times are predicted, as no GPU is named and this machine has none that is "
+        f"known; try {choices}"
+    )
 
 
 def _print_page(

@@ -137,18 +137,7 @@ def run(arguments: BenchmarkArguments) -> int:
         if (kept := store.set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
-            profile = None
-            if config.profiler is not Profiler.NSYS:  # whose command line has the report's path
-                profile = store.fresh_profile_path(config, runs.absolute())
-            record = _measure(config, runs, profile, arguments, status)
-            write_record(record, runs)
-            record = judged(record)
-            write_record(record, runs)
-            unexplained: Sequence[Subject] = ()
-            if profile is not None:
-                from ..sweep.run import explain_again
-
-                unexplained = explain_again([record], runs, status)
+            record, unexplained = _measured(config, runs, arguments, status)
         if print_json is not None:
             print_json(outcome.with_statistics(record, record.times_s))
             print_line(f"record: {runs / record.key}.json")
@@ -162,6 +151,27 @@ def run(arguments: BenchmarkArguments) -> int:
 
             outcome.print_page(partial(write_page_of_runs, runs.parent))
     return outcome.status_of([record], unexplained)
+
+
+def _measured(
+    config: RunConfig, runs: Path, arguments: BenchmarkArguments, status: StatusLine
+) -> tuple[RunRecord, Sequence[Subject]]:
+    """Measure the run, keep its record, and explain its profile; return the record, and the run
+    itself if its profile could not be explained.
+    """
+    profile = None
+    if config.profiler is not Profiler.NSYS:  # whose command line has the report's path
+        profile = store.fresh_profile_path(config, runs.absolute())
+    record = _measure(config, runs, profile, arguments, status)
+    # as it was measured, before judging takes its time
+    write_record(record, runs)
+    record = judged(record)
+    write_record(record, runs)
+    if profile is None:
+        return record, ()
+    from ..sweep.run import explain_again
+
+    return record, explain_again([record], runs, status)
 
 
 def _lock(config: RunConfig, runs: Path, stack: contextlib.ExitStack) -> None:

@@ -135,10 +135,12 @@ def _compare_files(arguments: CompareArguments, paths: Sequence[Path]) -> int:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
     if arguments.formats and arguments.output is None:
         raise UsageError(f"--{arguments.formats[0]} needs --output, the directory to write to")
+    from ..report.section import all_tables
+
     difference = difference_of(paths, arguments.top)
     if arguments.output is not None:
         write_difference(difference, arguments.output, arguments.formats)
-    tables = [table for section in difference.sections for table in section.tables]
+    tables = all_tables(difference.sections)
     lines = [finding.text for finding in difference.findings]
     show(tables, arguments.output, lines, json=difference.encode() if arguments.json else None)
     return OK

@@ -39,11 +39,7 @@ def measure_all(
     `elsewhere` measures on other machines in place of `run_sweep`. `names` are shown while
     configurations run. `begin` is called first, once no other process writes into the directory.
     """
-    if is_under_nsys():
-        raise UsageError(
-            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and "
-            "use --nsys instead"
-        )
+    _refuse_nsys()
     from ..sweep.run import run_sweep
 
     if elsewhere is None:
@@ -52,7 +48,8 @@ def measure_all(
     first = IMPORTING if elsewhere is None else "connecting to the cluster"
     with StatusLine(names, first) as status, writing(directory):
         begin()
-        outcome = (elsewhere or run_sweep)(
+        measure = elsewhere or run_sweep
+        outcome = measure(
             configs,
             directory,
             status,
@@ -65,9 +62,17 @@ def measure_all(
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
     wanted = {config.key for config in configs}
-    return status_of(
-        [record for record in outcome.records if record.key in wanted], outcome.unexplained
-    )
+    records = [record for record in outcome.records if record.key in wanted]
+    return status_of(records, outcome.unexplained)
+
+
+def _refuse_nsys() -> None:
+    """Raise UsageError if nsys started this process."""
+    if is_under_nsys():
+        raise UsageError(
+            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and "
+            "use --nsys instead"
+        )
 
 
 def show_results(

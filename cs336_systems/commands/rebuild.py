@@ -115,15 +115,25 @@ def rebuild_all(
     else:
         score_forecast(rebuilt, root, status, formats)
         print_line(f"rebuilt: {len(rebuilt)} of {len(paths)} directories")
-        status("writing the list of all pages")
-        # pages must not contain absolute paths of this machine
-        before = f"{root}{os.sep}"
-        lost = {path.relative_to(root): why.replace(before, "") for path, why in problems.items()}
-        page = root / PAGE_FILE
-        write_page(list_of(root, pages, lost), page)
+        page = _write_list(root, pages, problems, status)
     status.end()
     print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED
+
+
+def _write_list(
+    root: Path, pages: Mapping[Path, Page], problems: Mapping[Path, str], status: StatusLine
+) -> Path:
+    """Write the page of the root, which lists all others and the directories with problems; return
+    its path.
+    """
+    status("writing the list of all pages")
+    # pages must not contain absolute paths of this machine
+    before = f"{root}{os.sep}"
+    lost = {path.relative_to(root): why.replace(before, "") for path, why in problems.items()}
+    page = root / PAGE_FILE
+    write_page(list_of(root, pages, lost), page)
+    return page
 
 
 def is_foreign(path: Path) -> bool:

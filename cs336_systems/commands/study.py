@@ -16,7 +16,7 @@ from ..measure.nvml import visible_gpus
 from ..model.fast.choose import MATMUL_MULTIPLE, NICE_VOCABULARY
 from ..report.progress import StatusLine
 from ..settings import declared
-from ..studies.ceilings_records import PADDED, CeilingsGrid
+from ..studies.ceilings_records import PADDED, CeilingsGrid, check_presets
 from ..studies.ceilings_rows import Shape
 from ..studies.operators import AttentionGrid, FusionGrid
 from ..sweep.store import make_writable, time_stamp, writing
@@ -271,8 +271,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
     Raises ValueError for an unknown preset.
     """
-    if unknown := [name for name in presets if name not in SIZES]:
-        raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
+    check_presets(presets)
     shapes = []
     for name in dict.fromkeys(presets):
         model = SIZES[name]
@@ -341,6 +340,7 @@ def show_study(
     from ..report.page.chapters import write_page_of
     from ..report.page.directory import Directory
     from ..report.results import StudyResults
+    from ..report.section import all_tables
     from ..report.terminal import print_table
 
     with StatusLine() as status:
@@ -351,8 +351,7 @@ def show_study(
             write_atomically(directory / f"{results.subject}.json", encode_json(study))
             results.write(directory, formats)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
-    tables = [table for section in results.sections for table in section.tables]
-    for table in tables[:most_printed]:
+    for table in all_tables(results.sections)[:most_printed]:
         print_table(table, directory)
     if directory is not None:
         print_line(f"results: {directory}")

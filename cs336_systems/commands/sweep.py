@@ -343,9 +343,10 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
 
 def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
     """Print each machine of the cluster, whether it is used, and what runs at a time."""
+    units = "GPUs" if device is Device.CUDA else "cores"
     for machine in machines:
         node = machine.node
-        what = f"{machine.count:g} {'GPUs' if device is Device.CUDA else 'cores'}"
+        what = f"{machine.count:g} {units}"
         has = f", {node.identity.device_name}, PyTorch {node.identity.torch}" if node else ""
         use = "used" if machine.refused is None else f"not used: {machine.refused}"
         print_line(f"{machine.host} ({machine.address}), {what}{has}: {use}")

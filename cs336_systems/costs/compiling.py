@@ -191,17 +191,12 @@ class Compiler:
         trace.
         """
         inductor = self._torch
+        # which has taken functions from torch.cuda when it was imported
+        interface = inductor.CudaInterface
+        taken = [name for name in _CUDA if hasattr(interface, name)]
         instead: list[tuple[Any, Mapping[str, Any]]] = [
             (torch.cuda, _CUDA),
-            # which has taken functions from torch.cuda when it was imported
-            (
-                inductor.CudaInterface,
-                {
-                    name: staticmethod(function)
-                    for name, function in _CUDA.items()
-                    if hasattr(inductor.CudaInterface, name)
-                },
-            ),
+            (interface, {name: staticmethod(_CUDA[name]) for name in taken}),
             (inductor.bindings, {"_cuda_getCurrentRawStream": lambda *_: 0}),
             (inductor.scheduler, {"has_triton": lambda *_: True}),
             (inductor.triton_utils, {"triton_hash_with_backend": lambda *_: ""}),

@@ -285,10 +285,10 @@ class KernelModel:
         by_class: defaultdict[KernelClass, list[Matmul]] = defaultdict(list)
         for kernel in measured:
             by_class[rates.class_of(kernel.form, kernel.shape)].append(kernel)
-        self._classes = {
-            kind: _Measured(kernels, [rates.model_s(kind.form, kernel.shape) for kernel in kernels])
-            for kind, kernels in by_class.items()
-        }
+        self._classes: dict[KernelClass, _Measured] = {}
+        for kind, kernels in by_class.items():
+            model_s = [rates.model_s(kind.form, kernel.shape) for kernel in kernels]
+            self._classes[kind] = _Measured(kernels, model_s)
 
     def has(self, form: Form, shape: tuple[int, int, int, int]) -> bool:
         """Whether this very kernel was measured."""

@@ -53,18 +53,9 @@ def links_of(
     if gpus <= node:
         network_bytes_per_s = None
     elif network_bytes_per_s is not None:
-        network_source = "network: given"
+        network_source = "; network: given"
     else:
-        if device is None or device.network_bytes_per_s is None:
-            raise ValueError(
-                f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
-                "`cs336 plan` takes --network-gb-per-s"
-            )
-        network_bytes_per_s = NETWORK_EFFICIENCY * device.network_bytes_per_s
-        network_source = (
-            f"network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
-            f"({device.network})"
-        )
+        network_bytes_per_s, network_source = _usual_network(name, device, gpus, node)
     links = partial(Links, gpus_per_node=node, network_bytes_per_s=network_bytes_per_s)
     measured_ones = measured_links(measured, node, network_bytes_per_s)
     if node_bytes_per_s is not None:
@@ -82,7 +73,23 @@ def links_of(
             "theirs, by message size"
         )
     joined = replace(joined, node_step_s=NODE_STEP_S, network_step_s=NETWORK_STEP_S)
-    return joined, "; ".join(filter(None, [node_source, network_source]))
+    return joined, node_source + network_source
+
+
+def _usual_network(name: str, device: DeviceSpec | None, gpus: int, node: int) -> tuple[float, str]:
+    """The rate that a GPU reaches to other nodes by the adapters of its usual node, and what it
+    stands on; raise ValueError if it has none.
+    """
+    if device is None or device.network_bytes_per_s is None:
+        raise ValueError(
+            f"{gpus} GPUs need several nodes of {node}, and {name} has no usual network; "
+            "`cs336 plan` takes --network-gb-per-s"
+        )
+    source = (
+        f"; network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
+        f"({device.network})"
+    )
+    return NETWORK_EFFICIENCY * device.network_bytes_per_s, source
 
 
 def _one_way_bytes_per_s(name: str, device: DeviceSpec | None) -> float:

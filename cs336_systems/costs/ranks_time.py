@@ -256,22 +256,28 @@ class _Exchanged:
             self.more_s[phase] *= times
         self.slowed_s = times * line.slowed_s
         """How much longer kernels take because of the collectives beside them."""
-        # passes over gradients after backward: they are copied into one tensor, or those of all
-        # ranks are added up
-        num_bytes = sum(gradient_bytes(parameter, config) for parameter in parameters_of(config))
-        passes_s = 0.0
-        if rules.bucket_bytes == inf:
-            passes_s = curves.pass_s(2 * num_bytes)
-        elif rules.copies and not config.parallel.shards_parameters:
-            # the fast model's optimizer adds them up, and only reads them
-            moved_bytes = num_bytes if config.cast_once else 3 * num_bytes
-            passes_s = (config.ranks - 1) * curves.pass_s(moved_bytes)
+        passes_s = _gradient_passes_s(config, curves)
         self.more_s[Phase.COMMUNICATION] += kernel_factor * passes_s
         self.communication_s = 0.0
         """All collectives, one after the other."""
         for stage in steps:
             stage_s = sum(map(call_s, (*stage.gathers, *stage.sends)))
             self.communication_s += stage_s * (1 if stage.phase is Phase.OPTIMIZER else times)
+
+
+def _gradient_passes_s(config: RunConfig, curves: Curves) -> float:
+    """Seconds of the passes over gradients after backward: they are copied into one tensor, or
+    those of all ranks are added up.
+    """
+    rules = config.parallel.exchange
+    num_bytes = sum(gradient_bytes(parameter, config) for parameter in parameters_of(config))
+    if rules.bucket_bytes == inf:
+        return curves.pass_s(2 * num_bytes)
+    if rules.copies and not config.parallel.shards_parameters:
+        # the fast model's optimizer adds them up, and only reads them
+        moved_bytes = num_bytes if config.cast_once else 3 * num_bytes
+        return (config.ranks - 1) * curves.pass_s(moved_bytes)
+    return 0.0
 
 
 class Timeline:

@@ -7,9 +7,9 @@ autocast do otherwise than its meta kernels, `on_cuda.py` and `operators.py` say
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from math import inf
 from threading import get_ident
@@ -366,6 +366,23 @@ def _patches_of_memory(trace: StepTrace) -> list[Patch]:
     return patches
 
 
+def _turn_on(
+    trace: StepTrace, recorder: _Recorder, patches: Iterable[Patch], opened: ExitStack
+) -> None:
+    """Patch PyTorch and watch the modules that run, until `opened` is closed."""
+    before = modules.register_module_forward_pre_hook(_on_this_thread(trace.enter, _nothing))
+    after = modules.register_module_forward_hook(
+        _on_this_thread(trace.leave, _nothing), always_call=True
+    )
+    opened.callback(before.remove)
+    opened.callback(after.remove)
+    for place, name, function in patches:
+        chosen = _on_this_thread(function, getattr(place, name))
+        opened.enter_context(mock.patch.object(place, name, chosen))
+    opened.enter_context(recorder)
+    opened.enter_context(_OnGpu())
+
+
 @contextmanager
 def tracing(
     axes: Mapping[str, int],
@@ -385,23 +402,7 @@ def tracing(
     """
     trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
     patches = _patches(trace)
-    recorder = _Recorder(trace, limit_s)
-
-    def turn_on(opened: ExitStack) -> None:
-        """Patch PyTorch, and watch the modules that run."""
-        before = modules.register_module_forward_pre_hook(_on_this_thread(trace.enter, _nothing))
-        after = modules.register_module_forward_hook(
-            _on_this_thread(trace.leave, _nothing), always_call=True
-        )
-        opened.callback(before.remove)
-        opened.callback(after.remove)
-        for place, name, function in patches:
-            chosen = _on_this_thread(function, getattr(place, name))
-            opened.enter_context(mock.patch.object(place, name, chosen))
-        opened.enter_context(recorder)
-        opened.enter_context(_OnGpu())
-
-    switch = _Switch(turn_on)
+    switch = _Switch(partial(_turn_on, trace, _Recorder(trace, limit_s), patches))
     if compiles:
         from .compiling import Compiler
 

@@ -128,10 +128,12 @@ def why_none_visible() -> str | None:
         return None
     every = _every()
     if visible is not None and every:
-        known = ", ".join(
-            f"{gpu.uuid if gpu.slice_of else gpu.index} ({gpu.name})" for gpu in every
-        )
-        return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {known}"
+        known = []
+        for gpu in every:
+            name = gpu.uuid if gpu.slice_of else gpu.index
+            known.append(f"{name} ({gpu.name})")
+        here = ", ".join(known)
+        return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {here}"
     if pynvml.nvmlDeviceGetCount():
         return "all GPUs are in MIG mode and the driver lists no slice (nvidia-smi -L lists them)"
     return None
@@ -218,12 +220,12 @@ class GpuMonitor:
         """Clocks, power, temperature, throttle reasons and processes beside this one right now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        clock_mhz = functools.partial(pynvml.nvmlDeviceGetClockInfo, handle)
+        max_sm_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
         return GpuState(
-            sm_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1_000_000,
-            max_sm_clock_hz=pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            * 1_000_000,
-            memory_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-            * 1_000_000,
+            sm_clock_hz=clock_mhz(pynvml.NVML_CLOCK_SM) * 1_000_000,
+            max_sm_clock_hz=max_sm_mhz * 1_000_000,
+            memory_clock_hz=clock_mhz(pynvml.NVML_CLOCK_MEM) * 1_000_000,
             power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple, Self
 
 import pynvml
 import torch
@@ -80,9 +81,8 @@ def measure(
                     progress.step.give_up_graph()
     # for example from a model's module that parses arguments of its own
     except SystemExit as error:
-        record = _failed(
-            progress, RuntimeError(f"the model's code ended the process with status {error.code}")
-        )
+        why = f"the model's code ended the process with status {error.code}"
+        record = _failed(progress, RuntimeError(why))
     except BaseException as error:
         if (
             isinstance(error, KeyboardInterrupt)
@@ -106,45 +106,26 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     watch = Watch(step, progress.profile)
     progress.step, progress.watch = step, watch
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
-    is_counted = monitor is not None and config.profiler is Profiler.NONE
-    gpu = progress.gpu if is_counted else None
-    activity = ActivityMonitor(None if gpu is None else gpu.uuid)
+    activity = _activity_monitor(progress, monitor)
     clock = watch.clock(make_clock(config))
-    if config.device is Device.CUDA:
-        torch.cuda.synchronize()
-    moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
-    progress.setup_s = perf_counter() - progress.started
-
+    moments = _end_setup(step, progress)
     with watch.whole_run():
-        with (
-            _collector_off(),
-            annotate(Range.WARMUP),
-            waits.waiting_for("warm-up steps", str(config.warmup_steps)),
-            compilers_told(config),
-        ):
-            _warm_up(step, clock, progress, monitor)
+        _warm_up(step, clock, progress, monitor)
         one_step = functools.partial(
             _warm_up_once, step, clock, progress, "the first step under the profiler"
         )
         with _collector_off(), watch.measured_steps(one_step):
-            energy_before = monitor.energy_j() if monitor else None
-            graphs = step.compiled_graphs()
-            memory_before = reset_memory() if config.device is Device.CUDA else None
+            before = _Readings.before_steps(step, monitor)
             with annotate(Range.MEASURE), _range_of_rank(config, rank):
                 _meet_under_nsys(config, "begin")
                 _time(step, clock, progress, activity)
                 _meet_under_nsys(config, "end")
             # before a profiler writes while the GPU idles
-            telemetry = _telemetry(monitor, progress, energy_before)
+            telemetry = _telemetry(monitor, progress, before.energy_j)
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
-    memory = None
-    if memory_before is not None:
-        memory = replace(
-            memory_since(memory_before, step.graph.peak_bytes if step.graph else None),
-            first_step_peak_allocated_bytes=progress.first_step_peak_bytes,
-        )
-    _judge(progress, memory, telemetry, step.compiled_graphs() - graphs)
+    memory = _memory_since(before.memory, step, progress)
+    _judge(progress, memory, telemetry, step.compiled_graphs() - before.graphs)
     traffic = _look_inside(step, clock, progress, moments)
     return replace(
         progress.finished(),
@@ -157,6 +138,48 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         telemetry=telemetry,
         activity=activity.activity(),
     )
+
+
+def _end_setup(step: TrainingStep, progress: Progress) -> list[MemoryMoment]:
+    """Wait until the device has made the step, and note how long that took; return the memory then,
+    which is read of a run on several ranks.
+    """
+    if step.config.device is Device.CUDA:
+        torch.cuda.synchronize()
+    moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
+    progress.setup_s = perf_counter() - progress.started
+    return moments
+
+
+class _Readings(NamedTuple):
+    """What is read just before the measured steps, to be compared with the same after them."""
+
+    energy_j: float | None
+    graphs: int
+    """Graphs that torch.compile has made."""
+    memory: dict[str, int] | None
+    """Counters of PyTorch's CUDA allocator; None on a CPU."""
+
+    @classmethod
+    def before_steps(cls, step: TrainingStep, monitor: GpuMonitor | None) -> Self:
+        """Read all of it, and let the allocator's peaks start again from here."""
+        return cls(
+            energy_j=monitor.energy_j() if monitor else None,
+            graphs=step.compiled_graphs(),
+            memory=reset_memory() if step.config.device is Device.CUDA else None,
+        )
+
+
+def _memory_since(
+    before: dict[str, int] | None, step: TrainingStep, progress: Progress
+) -> Memory | None:
+    """The memory of the measured steps, from the allocator's counters before them; None on a CPU,
+    which has none.
+    """
+    if before is None:
+        return None
+    memory = memory_since(before, step.graph.peak_bytes if step.graph else None)
+    return replace(memory, first_step_peak_allocated_bytes=progress.first_step_peak_bytes)
 
 
 def _make_step(config: RunConfig, model: nn.Module | None, rank: int) -> TrainingStep:
@@ -226,11 +249,32 @@ def _warn_of_others(progress: Progress, others: int) -> None:
         )
 
 
+def _activity_monitor(progress: Progress, monitor: GpuMonitor | None) -> ActivityMonitor:
+    """What reads the GPU's counters; it reads none under a profiler, which may use them."""
+    is_counted = monitor is not None and progress.config.profiler is Profiler.NONE
+    gpu = progress.gpu if is_counted else None
+    return ActivityMonitor(None if gpu is None else gpu.uuid)
+
+
 def _warm_up(
     step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None
 ) -> None:
-    """Run the warm-up. Steps that GradScaler skips do not count; steps are added while the last
-    one still compiles.
+    """Run the warm-up, in its range and with the garbage collector off."""
+    config = progress.config
+    with (
+        _collector_off(),
+        annotate(Range.WARMUP),
+        waits.waiting_for("warm-up steps", str(config.warmup_steps)),
+        compilers_told(config),
+    ):
+        _run_warm_up(step, clock, progress, monitor)
+
+
+def _run_warm_up(
+    step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None
+) -> None:
+    """Run the steps of the warm-up. Steps that GradScaler skips do not count; steps are added while
+    the last one still compiles.
     """
     config, wanted, taken = progress.config, progress.config.warmup_steps, 0
     while taken < wanted:
@@ -259,7 +303,8 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
     """
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
-    waits.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
+    how_long = f", about {seconds:.0f} s" if seconds >= 1 else ""
+    waits.say(f"timed steps: {steps}{how_long}")
     gc.collect()
     progress.state_before = monitor.state() if monitor else None
 

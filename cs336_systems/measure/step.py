@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from ..parallel.ways import Way
 
 
+def _dtypes_of(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """The types that a step begins with, and whose they are."""
+    yield "PyTorch's default type", torch.get_default_dtype()
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", parameter.dtype
+
+
 class TrainingStep:
     """Forward, backward and optimizer of one model on one device; each call is one step.
 
@@ -48,19 +55,12 @@ class TrainingStep:
         if config.model_factory is not None:
             config = with_own_vocabulary(config, model)
         self.config = config
-        parameters = (
-            (f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters()
-        )
-        check_dtypes(
-            config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters]
-        )
+        check_dtypes(config.precision, _dtypes_of(model))
         self.batches = make_batches(config, rank)
+        self.scaler: torch.amp.GradScaler | None = None
         # small gradients would underflow in fp16; other precisions have the range of fp32
-        self.scaler = (
-            torch.amp.GradScaler(config.device.value)
-            if config.precision is Precision.FP16
-            else None
-        )
+        if config.precision is Precision.FP16:
+            self.scaler = torch.amp.GradScaler(config.device.value)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if config.needs_fast_model:
             from ..model.fast.model import FastTrainable

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, BinaryIO
 from unittest import mock
@@ -344,13 +344,25 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.ranks)
+    try:
+        with ExitStack() as patches:
+            for where, name, what in _as_one_of(config.ranks):
+                patches.enter_context(mock.patch.object(where, name, what))
+            yield rank
+    finally:
+        dist.destroy_process_group()
+
+
+def _as_one_of(ranks: int) -> list[tuple[object, str, object]]:
+    """Places, names and stand-ins of the functions that would need the other ranks."""
     from ..parallel import collectives, data_parallel, exchange
 
     gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
 
     def of_all_ranks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         """The tensors of all ranks, for which this rank's stand in."""
-        return [[*tensors] for _ in range(config.ranks)]
+        return [[*tensors] for _ in range(ranks)]
 
     def start_gather(*tensors: Any) -> list[_KeepsTensors]:  # noqa: ANN401
         """Start the collectives, and keep their tensors alive until they are waited for, as NCCL
@@ -362,7 +374,7 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
         """Scatter; what is returned keeps the tensors until it is waited for, as NCCL does."""
         return _KeepsTensors(scatter(*tensors), *tensors)
 
-    instead: list[tuple[object, str, object]] = [
+    return [
         (dist, "get_backend", lambda *_: "nccl"),
         (dist, "broadcast_object_list", lambda *_, **__: None),
         (collectives, "check_same_gradients", lambda *_: None),
@@ -372,14 +384,6 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
         (exchange.CollectiveExchange, "scatter", start_scatter),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
     ]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.ranks)
-    try:
-        with ExitStack() as patches:
-            for where, name, what in instead:
-                patches.enter_context(mock.patch.object(where, name, what))
-            yield rank
-    finally:
-        dist.destroy_process_group()
 
 
 class _KeepsTensors:
@@ -418,6 +422,35 @@ def _skip_all_reduce_of_ddp(step: TrainingStep) -> None:
         ddp.register_comm_hook(None, take_as_averaged)
 
 
+class _ListedAdamW:
+    """Stands in for ChunkedAdamW: tells the trace what an update reads and writes."""
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        masters: Sequence[Tensor],
+        firsts: Sequence[Tensor],
+        seconds: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        *_: object,
+    ) -> None:
+        """List the tensors that the optimizer's kernel reads and then writes; it computes nothing
+        here.
+        """
+        self._trace = trace
+        read, written = [*masters, *firsts, *seconds], [*masters, *firsts, *seconds, *copies]
+        # a split master is read with its copy, of which it is the remainder (weights.py)
+        if masters[0].dtype is torch.int16:
+            read = written
+        self._moved = [*read, *written]
+
+    def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
+        """Record that an update reads and writes all these tensors, and reads the gradients."""
+        self._trace.moves([*self._moved, *itertools.chain.from_iterable(gradients)])
+
+    def upload(self) -> None: ...
+
+
 @contextmanager
 def _with_chunks(trace: StepTrace) -> Iterator[None]:
     """Let the fast model run without its packages, and its AdamW tell the trace which tensors an
@@ -429,30 +462,6 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
     except ImportError:  # without Triton
         yield
         return
-
-    class Chunked:
-        """Stands in for ChunkedAdamW: tells the trace what an update reads and writes."""
-
-        def __init__(
-            self,
-            masters: Sequence[Tensor],
-            firsts: Sequence[Tensor],
-            seconds: Sequence[Tensor],
-            copies: Sequence[Tensor],
-            *_: object,
-        ) -> None:
-            """List the tensors that the optimizer's kernel reads and then writes; it computes
-            nothing here.
-            """
-            is_split = masters[0].dtype is torch.int16  # then the copy is read too (weights.py)
-            updated = [*masters, *firsts, *seconds, *(copies if is_split else ())]
-            self._moved = [*updated, *updated, *(() if is_split else copies)]  # read, then written
-
-        def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
-            """Record that an update reads and writes all these tensors, and reads the gradients."""
-            trace.moves([*self._moved, *itertools.chain.from_iterable(gradients)])
-
-        def upload(self) -> None: ...
 
     def largest_of_rows(x: Tensor) -> Tensor:
         """The largest magnitudes of rows, by one kernel that reads them."""
@@ -467,7 +476,7 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
         return scale
 
     with (
-        mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked),
+        mock.patch.object(adamw_kernel, "ChunkedAdamW", partial(_ListedAdamW, trace)),
         mock.patch.object(fp8, "_largest_of_rows", largest_of_rows),
         mock.patch.object(fp8, "scale_of", scale_of),
         mock.patch.object(model, "check_device", return_value=None),

@@ -67,14 +67,7 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
         """Make the model with random weights in fp32, whatever type the file names for them;
         raise ValueError for a context that it has no positions for.
         """
-        text = config.get_text_config()
-        longest = getattr(text, "max_position_embeddings", None) or context_length
-        if context_length > longest:
-            raise ValueError(
-                f"--model {name}: the context of {context_length} is longer than the {longest} "
-                "positions of the model (max_position_embeddings): ask for a shorter one, or "
-                "change the file"
-            )
+        _check_context(name, config, context_length)
         model: nn.Module = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
@@ -89,6 +82,18 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
         return model
 
     return make
+
+
+def _check_context(name: str, config: Any, context_length: int) -> None:  # noqa: ANN401
+    """Raise ValueError for a context that the model has no positions for."""
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or context_length
+    if context_length > longest:
+        raise ValueError(
+            f"--model {name}: the context of {context_length} is longer than the {longest} "
+            "positions of the model (max_position_embeddings): ask for a shorter one, or "
+            "change the file"
+        )
 
 
 def _check_sizes(name: str, config: Any) -> None:  # noqa: ANN401 (a class of transformers)

@@ -6,8 +6,8 @@ What each of them must be is checked here, so that an error names what was neede
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,26 @@ class _UsesOf(TorchFunctionMode):
             raise
 
 
+@contextmanager
+def _noting_embeddings(model: nn.Module, tokens: Tensor) -> Iterator[list[int]]:
+    """Context in which the sizes of the model's embeddings that are given the tokens themselves are
+    added to the list that it yields.
+    """
+    entries: list[int] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of an embedding: note its size."""
+        # embeddings of anything else, such as positions, do not limit the vocabulary
+        if isinstance(module, nn.Embedding) and inputs and inputs[0] is tokens:
+            entries.append(module.num_embeddings)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                hooks.callback(module.register_forward_pre_hook(note).remove)
+        yield entries
+
+
 def vocabulary_of(
     model: nn.Module, tokens: Tensor, precision: AbstractContextManager[None], asked: int | None
 ) -> int:
@@ -295,14 +315,6 @@ def vocabulary_of(
     `tokens`: a batch of the run's shape, all 0. Raise ValueError if the model does not take tokens,
     or knows fewer than asked for. What else the model raises is raised as it is.
     """
-    entries: list[int] = []
-
-    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Forward pre-hook: note the size of each embedding that is given the tokens themselves."""
-        # embeddings of anything else, such as positions, do not limit the vocabulary
-        if isinstance(module, nn.Embedding) and inputs and inputs[0] is tokens:
-            entries.append(module.num_embeddings)
-
     needed = f"the model must take int64 tokens of shape {tuple(tokens.shape)}"
     try:
         inspect.signature(model.forward).bind(tokens)
@@ -310,14 +322,9 @@ def vocabulary_of(
         raise ValueError(
             f"{needed} and nothing else, and its forward takes no such call: {error}"
         ) from error
-    handles = [
-        module.register_forward_pre_hook(note)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-    ]
     uses = _UsesOf(tokens)
     try:
-        with torch.no_grad(), precision, uses:
+        with _noting_embeddings(model, tokens) as entries, torch.no_grad(), precision, uses:
             output = model(tokens)
     except (torch.OutOfMemoryError, TraceError):
         raise
@@ -325,9 +332,6 @@ def vocabulary_of(
         if error is not uses.failure:
             raise
         raise ValueError(f"{needed}; given these it raised {told(error)}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
     logits = logits_of(output)
     if logits is None or logits.ndim == 0:
         logits = check_logits(output, tokens, asked)  # raises the error that fits the output

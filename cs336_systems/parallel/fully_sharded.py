@@ -72,12 +72,7 @@ class FSDP(nn.Module):
         """Vectors, which every rank has whole."""
         self._units: list[ShardedUnit] = []
         for unit in units_of(module) if units is None else units:
-            matrices = [parameter for parameter in unit.parameters if parameter.full.ndim > 1]
-            vectors = [parameter for parameter in unit.parameters if parameter.full.ndim <= 1]
-            self._replicated += [vector.full for vector in vectors]
-            if matrices or unit.module is None:
-                unit = replace(unit, parameters=matrices)
-                self._units.append(ShardedUnit(unit, compute_dtype, self._exchange))
+            self._shard(unit, compute_dtype)
         self._flats = list(chain.from_iterable(unit.flats for unit in self._units))
         self._exchange.connect(self._flats)
         self._last_order: list[ShardedUnit] = []
@@ -92,6 +87,15 @@ class FSDP(nn.Module):
             self._register(part)
         for sharded in self._units:
             sharded.when_graded = self._after_backward
+
+    def _shard(self, unit: UnitParameters, compute_dtype: torch.dtype | None) -> None:
+        """Shard the unit's matrices; a unit without any is left out, unless it is the rest."""
+        matrices = [parameter for parameter in unit.parameters if parameter.full.ndim > 1]
+        vectors = [parameter for parameter in unit.parameters if parameter.full.ndim <= 1]
+        self._replicated += [vector.full for vector in vectors]
+        if matrices or unit.module is None:
+            unit = replace(unit, parameters=matrices)
+            self._units.append(ShardedUnit(unit, compute_dtype, self._exchange))
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         """Call the module, with parameters gathered just before they are needed.

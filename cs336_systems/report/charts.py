@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ..analysis.kernels.classes import KernelClass
+from ..analysis.kernels.phases import LaunchPhase
 from ..analysis.memory.profile import Category
 from ..config import Phase
 
@@ -108,6 +109,14 @@ PHASE_COLOURS = {
 stands for one thing on all pictures of a page, so that no class of kernels and no category of
 memory has a phase's colour, unless it is the same thing.
 """
+PHASE_STYLES = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()}
+LAUNCH_PHASES = {
+    **PHASE_STYLES,
+    LaunchPhase.LOSS: Style(colour="#2B3A55"),
+    LaunchPhase.WEIGHT_GRADIENTS: Style(colour="#8F6A1E"),
+    LaunchPhase.UNATTRIBUTED: Style(colour="#FFFFFF", pattern="/", ink="#6A6A6A"),
+}
+"""Style of each phase of launches; those that a clock has too look as they do there."""
 CLASS_COLOURS = {
     KernelClass.MATMUL: "#4630B0",
     KernelClass.CONVOLUTION: "#8CC26A",

@@ -1,4 +1,8 @@
-"""All columns of tables but those that one table alone has, by key."""
+"""All columns of tables but those that one table alone has, by key.
+
+Those of results.csv, which the table of a sweep shows too, are declared in `quantities.py`, and
+those of profiles in `profile_columns.py`.
+"""
 
 from dataclasses import replace
 from typing import Any

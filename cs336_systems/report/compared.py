@@ -108,9 +108,9 @@ def compare_sides(
     matching = _matched(results, allow_mixed=is_mixed)
     a, b = results
     row_of = partial(_row, differing=matching.differing, are_alternate=are_alternate)
-    rows = [row_of(a[i], b[j]) for i, j in matching.pairs]
-    rows += [row_of(a[i], None) for i in matching.only_a]
-    rows += [row_of(None, b[j]) for j in matching.only_b]
+    rows = [row_of(a[of_a], b[of_b]) for of_a, of_b in matching.pairs]
+    rows += [row_of(a[of_a], None) for of_a in matching.only_a]
+    rows += [row_of(None, b[of_b]) for of_b in matching.only_b]
     when = "their runs alternate (A B B A)" if are_alternate else _when(plain)
     findings = [
         *_counted(rows),
@@ -198,13 +198,13 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
         raise ValueError(
             "no configuration of A is in B; see the results of each with `cs336 report`"
         )
-    for i, j in matching.pairs:
-        compare.refuse_other_work(results[0][i].subject, results[1][j].subject)
-        of_a, of_b = a[i]["warmup_steps"], b[j]["warmup_steps"]
-        if of_a != of_b and not allow_mixed:
+    for of_a, of_b in matching.pairs:
+        compare.refuse_other_work(results[0][of_a].subject, results[1][of_b].subject)
+        steps_a, steps_b = a[of_a]["warmup_steps"], b[of_b]["warmup_steps"]
+        if steps_a != steps_b and not allow_mixed:
             raise ValueError(
-                f"A had {of_a} warm-up steps and B had {of_b}, to which a difference may be due; "
-                "compare them with --allow-mixed"
+                f"A had {steps_a} warm-up steps and B had {steps_b}, to which a difference may be "
+                "due; compare them with --allow-mixed"
             )
     return matching
 
@@ -296,8 +296,8 @@ def _what_is_what(
             f"They differ throughout in {', '.join(differences)}; rows are matched by all other "
             "settings."
         )
-    for i, j in matching.pairs:
-        a, b = (row.subject.tokens_per_step for row in (results[0][i], results[1][j]))
+    for of_a, of_b in matching.pairs:
+        a, b = (row.subject.tokens_per_step for row in (results[0][of_a], results[1][of_b]))
         if a != b:
             yield (
                 f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, "

@@ -57,7 +57,10 @@ def _columns(amount: Column) -> list[Column]:
 
     def signed(value: float) -> str:
         """An amount with an explicit sign; no sign for 0."""
-        return f"{'-' if value < 0 else '+' if value else ''}{write(abs(value))}"
+        sign = "+" if value else ""
+        if value < 0:
+            sign = "-"
+        return f"{sign}{write(abs(value))}"
 
     return [
         Column("part", key="part", numeric=False, write=label),

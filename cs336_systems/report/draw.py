@@ -5,7 +5,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -218,7 +218,8 @@ def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns:
     """A legend below the picture that reads row by row; matplotlib fills one column by column."""
     missing = -len(handles) % num_columns if len(handles) > num_columns else 0
     whole = [*handles, *[Patch(alpha=0.0, label="")] * missing]
-    by_column = list(chain.from_iterable(whole[n::num_columns] for n in range(num_columns)))
+    columns = [whole[first::num_columns] for first in range(num_columns)]
+    by_column = list(chain.from_iterable(columns))
     figure.legend(
         by_column,
         [str(handle.get_label()) for handle in by_column],
@@ -285,13 +286,23 @@ def _lanes(figure: Figure) -> str:
 def described(figure: Figure) -> tuple[str, str]:
     """The title of a picture, and a sentence on what it shows, for those who do not see it."""
     title, *below = [text.get_text() for text in figure.texts]
-    legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
-    entries = [text.get_text() for legend in legends for text in legend.get_texts()]
-    shown = ", ".join(dict.fromkeys(filter(None, entries))) or "one series"
-    labels = [label for axes in figure.axes for label in (axes.get_ylabel(), axes.get_xlabel())]
-    axes = " and ".join(dict.fromkeys(filter(None, labels))) or "no axis with a name"
+    legends = list(figure.legends)
+    labels = list[str]()
+    for axes in figure.axes:
+        labels += axes.get_ylabel(), axes.get_xlabel()
+        legend = axes.get_legend()
+        if legend is not None:
+            legends.append(legend)
+    texts = chain.from_iterable(legend.get_texts() for legend in legends)
+    shown = _listed((text.get_text() for text in texts), ", ") or "one series"
+    by_axes = _listed(labels, " and ") or "no axis with a name"
     where = f" ({' '.join(below)})" if any(below) else ""
-    return title, " ".join(f"The picture shows {shown}, by {axes}{where}.".split())
+    return title, " ".join(f"The picture shows {shown}, by {by_axes}{where}.".split())
+
+
+def _listed(texts: Iterable[str], separator: str) -> str:
+    """The texts that are not empty, each once."""
+    return separator.join(dict.fromkeys(filter(None, texts)))
 
 
 _OF_FILES = (

@@ -6,7 +6,7 @@ in the class is its place in results.csv.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -48,6 +48,12 @@ Value: TypeAlias = float | None
 """The value of a quantity; None for unknown."""
 MS = 1e3
 """Milliseconds in a second."""
+
+
+def _mean(values: Iterable[Value]) -> Value:
+    """The mean of the values that are known; None without any."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 class Pooled(NamedTuple):
@@ -269,7 +275,10 @@ class StepResult(Mapping[str, Any]):
         if not measured:
             return Pooled(None, None)
         mean_s = statistics.fmean(measurement.mean_s for measurement in measured)
-        spreads = [(len(m.times_s) - 1, m.stdev_s) for m in measured if m.stdev_s is not None]
+        spreads = []
+        for measurement in measured:
+            if measurement.stdev_s is not None:
+                spreads.append((len(measurement.times_s) - 1, measurement.stdev_s))
         freedom = sum(degrees for degrees, _ in spreads)
         if not freedom:
             return Pooled(mean_s, None)
@@ -299,9 +308,7 @@ class StepResult(Mapping[str, Any]):
     def flops_per_s(self) -> Value:
         """The model's FLOPs of one rank over the mean step; of a watched loop, over its time."""
         if self.config is None:
-            rates = [LoopTimes(record).flops_per_s for record in self.done]
-            known = [rate for rate in rates if rate is not None]
-            return statistics.fmean(known) if known else None
+            return _mean(LoopTimes(record).flops_per_s for record in self.done)
         if not self.step.mean_s:
             return None
         flops = step_flops(self.config)
@@ -436,9 +443,7 @@ class StepResult(Mapping[str, Any]):
         loop, with what lies between steps.
         """
         if self.config is None:
-            rates = [LoopTimes(record).tokens_per_s for record in self.done]
-            known = [rate for rate in rates if rate is not None]
-            return statistics.fmean(known) if known else None
+            return _mean(LoopTimes(record).tokens_per_s for record in self.done)
         tokens = self.subject.tokens_per_step
         return tokens / self.step.mean_s if tokens and self.step.mean_s else None
 

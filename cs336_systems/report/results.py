@@ -17,7 +17,7 @@ from ..subject import Subject
 from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
 from .quantities import StepResult
-from .section import Section, Table, findings_section, findings_table
+from .section import Section, Table, all_tables, findings_section, findings_table
 from .sections.ceilings import ceilings_sections
 from .sections.kernels.communication import by_configuration
 from .sections.kernels.entry import Explained, load_profiled
@@ -132,7 +132,7 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        tables = [table for section in self.sections.get(STEPS, ()) for table in section.tables]
+        tables = all_tables(self.sections.get(STEPS, ()))
         for first in (
             findings_section("", self.kernels, lambda entry: kernel_findings(entry)[:1]),
             findings_section("", self.memory, lambda entry: memory_findings(entry.profile)[:1]),

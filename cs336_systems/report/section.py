@@ -8,6 +8,7 @@ that distinguish the configurations.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..analysis.columns import ProfileError
@@ -117,13 +118,14 @@ def make_table(
     cells = []
     for row in kept:
         cells.append(tuple(column.cell(row) for column in columns))
+    of_failed = [index for index, row in enumerate(kept) if failed is not None and failed(row)]
     return Table(
         title=title,
         headings=tuple(columns),
         rows=tuple(cells),
         notes=tuple(notes),
         findings=tuple(findings),
-        failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
+        failed=frozenset(of_failed),
         values=kept,
     )
 
@@ -142,6 +144,11 @@ class Section:
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
     pictures: "Sequence[Picture]" = ()
     """Pictures in files of their names in plots/, and on the page."""
+
+
+def all_tables(sections: Iterable[Section]) -> list[Table]:
+    """The tables of all these sections, in order."""
+    return list(chain.from_iterable(section.tables for section in sections))
 
 
 class Entry(Protocol):

@@ -275,9 +275,9 @@ def _list(table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int]) ->
     blocks = []
     for index in range(len(table.rows)):
         lines = [
-            f"{inert_line(table.headings[c].label)}: {texts[c][index]}"
-            for c in shown
-            if texts[c][index]
+            f"{inert_line(table.headings[column].label)}: {texts[column][index]}"
+            for column in shown
+            if texts[column][index]
         ]
         blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
     return Text("\n\n").join(blocks)

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ..config import Device
+from ..config import Device, Phase
 from ..measure.clock import EventClock, HostClock
 from ..measure.failure import classify, describe
 from ..measure.precision import apply_math_mode
@@ -120,13 +120,20 @@ def measure_cell(
         cell=cell,
         status=Status.OK,
         failure=failure,
-        measurements=tuple(
-            Measurement(phase, tuple(time[phase] for time in times)) for phase in times[0]
-        ),
+        measurements=_measurements(times),
         first_pass_s=first_pass_s,
         memory=_memory(passes) if grid.device is Device.CUDA else None,
     )
     return _compared(grid, result, passes) if grid.own else result
+
+
+def _measurements(times: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:
+    """The times of each phase, from those of each pass."""
+    measurements = []
+    for phase in times[0]:
+        times_s = tuple(of_pass[phase] for of_pass in times)
+        measurements.append(Measurement(phase, times_s))
+    return tuple(measurements)
 
 
 def _inputs_of(grid: AttentionGrid, cell: AttentionCell) -> Inputs:

@@ -91,8 +91,7 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]
     if isinstance(row, ProductCell):
         if reason := why_unavailable(grid.device, row.precision, row.shape):
             return [row.failed(Status.UNAVAILABLE, Failure(message=reason))]
-        is_tf32 = row.precision is ProductPrecision.TF32
-        apply_math_mode(Precision.TF32 if is_tf32 else Precision.FP32)
+        _apply(row.precision)
         return [row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))]
     if isinstance(row, KernelCell):
         return [measure_kernel(grid, row)]
@@ -234,8 +233,7 @@ def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
     shape = Shape(rows=row.rows, inner=row.inner, columns=row.columns)
     if reason := why_unavailable(grid.device, row.precision, shape):
         return row.failed(Status.UNAVAILABLE, Failure(message=reason))
-    is_tf32 = row.precision is ProductPrecision.TF32
-    apply_math_mode(Precision.TF32 if is_tf32 else Precision.FP32)
+    _apply(row.precision)
     brief = _brief(grid)
     if row.precision is ProductPrecision.FP8:
         return row.with_loops(measure(_fp8_product(grid, shape, row.form is Form.FORWARD), brief))
@@ -247,6 +245,12 @@ def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
     both = measure(make_fused_attention(grid, row, with_backward=True), brief)
     times_s = (max(MIN_TIME_S, time_s - both.count * forward.median_s) for time_s in both.times_s)
     return row.with_loops(replace(both, times_s=tuple(times_s)))
+
+
+def _apply(precision: ProductPrecision) -> None:
+    """Let fp32 matmuls run in TF32, if that is the precision."""
+    is_tf32 = precision is ProductPrecision.TF32
+    apply_math_mode(Precision.TF32 if is_tf32 else Precision.FP32)
 
 
 def _brief(grid: CeilingsGrid) -> CeilingsGrid:

@@ -5,7 +5,7 @@ The fastest matmul and the largest copy of a study are its ceilings, of which ot
 reported as shares.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
 from typing import Annotated, Any, ClassVar
@@ -136,6 +136,13 @@ def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
             yield PassCell(how=how, moved_bytes=count * unit_bytes, timing=UNTIMED)
 
 
+def check_presets(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that no size has."""
+    for name in names:
+        if name not in SIZES:
+            raise ValueError(f"unknown preset {name!r}. Presets: {', '.join(SIZES)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
     """What to run."""
@@ -209,8 +216,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         check(self)
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
-        if unknown := [name for name in self.step_presets or () if name not in SIZES]:
-            raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
+        check_presets(self.step_presets or ())
 
     def groups(self) -> list[list[Cell[StudyRow]]]:
         """One group of all cells of one process; on a CPU each occurs once per loop, in rounds.

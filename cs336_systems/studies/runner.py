@@ -58,9 +58,8 @@ def run_study(
     seconds: defaultdict[str, float] = defaultdict(float)
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
-            stack.enter_context(
-                store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-            )
+            lock = store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+            stack.enter_context(lock)
         announce("importing PyTorch", 0, 0)
         worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
         for group in groups:
@@ -69,18 +68,23 @@ def run_study(
                 started_s = monotonic()
                 rows = worker.measure(cell)
                 seconds[cell.part] += monotonic() - started_s
-                if grid.own is not None and grid.source not in (None, source_of(grid.own)):
-                    raise store.SweepError(
-                        f"{grid.own} changed while it was measured; run the same command again"
-                    )
+                _check_source(grid)
                 done += 1
                 cells.keep(key, rows, worker.environment)
                 on_progress()
             worker.close()
     if len(seconds) > 1:
-        parts = (f"{part} {part_s:.1f}" for part, part_s in seconds.items())
+        parts = [f"{part} {part_s:.1f}" for part, part_s in seconds.items()]
         print_aside(f"seconds by part: {', '.join(parts)}")
     return cells.study()
+
+
+def _check_source(grid: Grid[RowT, StudyT]) -> None:
+    """Raise SweepError if the user's own function is not the one that the grid began with."""
+    if grid.own is not None and grid.source not in (None, source_of(grid.own)):
+        raise store.SweepError(
+            f"{grid.own} changed while it was measured; run the same command again"
+        )
 
 
 class Cells(Generic[RowT, StudyT]):

@@ -469,9 +469,7 @@ def kill_orphans() -> None:
     session; a worker's descendants do not, because a worker leads a session of its own.
     """
     deadline = monotonic() + _DEATH_S
-    while strangers := [
-        c for c in psutil.Process().children() if _in_other_session(c) and c not in _own_children
-    ]:
+    while strangers := [child for child in psutil.Process().children() if _is_stranger(child)]:
         for stranger in strangers:
             with contextlib.suppress(psutil.Error):
                 stranger.kill()
@@ -480,12 +478,15 @@ def kill_orphans() -> None:
             return
 
 
-def _in_other_session(process: psutil.Process) -> bool:
-    """Whether the process has not ended and belongs to another session than this one."""
+def _is_stranger(process: psutil.Process) -> bool:
+    """Whether the process has not ended, belongs to another session than this one, and is not
+    spared (`spare_children`).
+    """
     try:
-        return os.getsid(process.pid) != os.getsid(0)
+        is_in_other_session = os.getsid(process.pid) != os.getsid(0)
     except ProcessLookupError:
         return False
+    return is_in_other_session and process not in _own_children
 
 
 _ONE_REQUEST_S = 0.3

@@ -1,12 +1,12 @@
 """The ladder: rungs from the slow way to the fast way, one change at a time, and the gate that each
 rung must pass.
 
-To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, its
-new settings.
+To add a rung, add a change to `_changes`: its name, what it changes in words, whether it applies,
+its new settings.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -108,7 +108,20 @@ class _Change(NamedTuple):
     """Fields of the configuration, and their new values."""
 
 
-def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
+def _fused_attention(base: RunConfig, backend: SdpaBackend) -> dict[str, Any]:
+    """The settings that replace naive attention by PyTorch's fused attention with this backend."""
+    return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
+
+
+def _suits_fp8(base: RunConfig, device_name: str | None) -> bool:
+    """Whether the model is large and its sizes fit fp8, and the device is known to have it."""
+    if count_parameters(base.model) < MIN_FP8_PARAMETERS or base.fp8_misfit:
+        return False
+    device = None if device_name is None else find_device(device_name)
+    return device is not None and device.fp8_peak_flops_per_s is not None
+
+
+def _changes(base: RunConfig, device_name: str | None) -> Iterator[_Change]:
     """All changes in their order, including those that do not apply here.
 
     What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`;
@@ -119,93 +132,50 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     knows the device, PyTorch chooses the kernel of fused attention. fp8 is for large models whose
     sizes fit it, on devices known to have it.
     """
+    on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
+    on_gpu_ours = on_gpu and ours
+    yield _Change("tf32", "fp32 matmuls in TF32", on_gpu, {"precision": Precision.TF32})
+    yield _Change("bf16", "autocast to bf16", True, {"precision": Precision.BF16})
+    words = "torch.compile, model and loss as one"
+    yield _Change("compile", words, True, {"compile": CompileMode.DEFAULT})
+
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
-    on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
-    copies = on_gpu and ours and base.model.d_model % PACKED_MULTIPLE == 0
-    packs = can_pack_attention(base.model, device_name)
-    fuses = can_fuse_activations(base.model, device_name)
-    awkward = base.model.vocab_size % NICE_VOCABULARY > 0
-    is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS and not base.fp8_misfit
-    device = None if device_name is None else find_device(device_name)
-    has_fp8 = device is not None and device.fp8_peak_flops_per_s is not None
+    fields = _fused_attention(base, flash)
+    yield _Change("attention", f"fused attention ({flash})", ours, fields)
+    words = f"vocabulary padded to a multiple of {NICE_VOCABULARY}"
+    applies = on_gpu_ours and base.model.vocab_size % NICE_VOCABULARY > 0
+    yield _Change("vocabulary", words, applies, {"pad_vocabulary": NICE_VOCABULARY})
+    yield _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED})
+    applies = ours and best is SdpaBackend.CUDNN
+    fields = _fused_attention(base, SdpaBackend.CUDNN)
+    yield _Change("cudnn", "attention by cuDNN", applies, fields)
 
-    def fused(backend: SdpaBackend) -> dict[str, Any]:
-        """The settings that replace naive attention by PyTorch's fused attention with this
-        backend.
-        """
-        return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
-
-    return (
-        _Change("tf32", "fp32 matmuls in TF32", on_gpu, {"precision": Precision.TF32}),
-        _Change("bf16", "autocast to bf16", True, {"precision": Precision.BF16}),
-        _Change(
-            "compile",
-            "torch.compile, model and loss as one",
-            True,
-            {"compile": CompileMode.DEFAULT},
-        ),
-        _Change("attention", f"fused attention ({flash})", ours, fused(flash)),
-        _Change(
-            "vocabulary",
-            f"vocabulary padded to a multiple of {NICE_VOCABULARY}",
-            on_gpu and ours and awkward,
-            {"pad_vocabulary": NICE_VOCABULARY},
-        ),
-        _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED}),
-        _Change(
-            "cudnn",
-            "attention by cuDNN",
-            ours and best is SdpaBackend.CUDNN,
-            fused(SdpaBackend.CUDNN),
-        ),
-        _Change("cast-once", "bf16 weights beside fp32 masters", copies, {"cast_once": True}),
-        _Change(
-            "graph", "each phase of the step a CUDA graph", on_gpu and ours, {"cuda_graph": True}
-        ),
-        _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
-        _Change(
-            "fused-loss",
-            "logits become their gradient in place",
-            on_gpu and ours,
-            {"fused_loss": True},
-        ),
-        _Change(
-            "fused-blocks",
-            "norms add their branch, GELU its bias; embedding's gradient in one pass",
-            copies,
-            {"fused_blocks": True},
-        ),
-        _Change(
-            "split",
-            "masters stored as their copies and remainders",
-            copies,
-            {"split_masters": True},
-        ),
-        _Change(
-            "activations",
-            "GELU or SwiGLU within the products",
-            copies and fuses,
-            {"fused_activations": True},
-        ),
-        _Change(
-            "packed",
-            "attention by FlashAttention 4, q, k and v side by side",
-            copies and packs,
-            {"packed_attention": True},
-        ),
-        _Change(
-            "fp8",
-            "block products in fp8",
-            on_gpu and ours and is_large and has_fp8,
-            {"fp8": True, "fused_activations": False},
-        ),
-        _Change("stream", "residual stream in bf16", copies, {"bf16_stream": True}),
-        _Change("moments", "AdamW's moments in bf16", copies, {"bf16_moments": True}),
-    )
+    copies = on_gpu_ours and base.model.d_model % PACKED_MULTIPLE == 0
+    yield _Change("cast-once", "bf16 weights beside fp32 masters", copies, {"cast_once": True})
+    words = "each phase of the step a CUDA graph"
+    yield _Change("graph", words, on_gpu_ours, {"cuda_graph": True})
+    yield _Change("blocks", "compiled block by block", ours, {"compile_blocks": True})
+    words = "logits become their gradient in place"
+    yield _Change("fused-loss", words, on_gpu_ours, {"fused_loss": True})
+    words = "norms add their branch, GELU its bias; embedding's gradient in one pass"
+    yield _Change("fused-blocks", words, copies, {"fused_blocks": True})
+    words = "masters stored as their copies and remainders"
+    yield _Change("split", words, copies, {"split_masters": True})
+    applies = copies and can_fuse_activations(base.model, device_name)
+    words = "GELU or SwiGLU within the products"
+    yield _Change("activations", words, applies, {"fused_activations": True})
+    applies = copies and can_pack_attention(base.model, device_name)
+    words = "attention by FlashAttention 4, q, k and v side by side"
+    yield _Change("packed", words, applies, {"packed_attention": True})
+    applies = on_gpu_ours and _suits_fp8(base, device_name)
+    fields = {"fp8": True, "fused_activations": False}
+    yield _Change("fp8", "block products in fp8", applies, fields)
+    yield _Change("stream", "residual stream in bf16", copies, {"bf16_stream": True})
+    yield _Change("moments", "AdamW's moments in bf16", copies, {"bf16_moments": True})
 
 
-_ALL_CHANGES = _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)
+_ALL_CHANGES = tuple(_changes(RunConfig(size="tiny", model=SIZES["tiny"]), None))
 RUNG_NAMES = ("fp32", *(change.name for change in _ALL_CHANGES))
 """Names of all rungs in their order, including those that apply to some configurations only."""
 CHANGED = frozenset[str]().union(*(change.fields for change in _ALL_CHANGES))

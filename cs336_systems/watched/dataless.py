@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..costs.tape import TraceError
+from ..files import in_one_line
+from ..text import inert_line
 from .tokens import tensors_in
 
 if TYPE_CHECKING:
@@ -43,6 +46,18 @@ REFERRING = (FunctionType, MethodType, functools.partial, LRU_CACHE)
 
 class NotTracedError(Exception):
     """The FLOPs are not known; the message is the reason."""
+
+
+@contextlib.contextmanager
+def saying_why_not_traced() -> Iterator[None]:
+    """Context in which whatever is raised becomes a NotTracedError with the reason in one line."""
+    try:
+        yield
+    except NotTracedError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
+        raise NotTracedError(inert_line(reason)) from error
 
 
 class _NoneOnDevice(TorchFunctionMode):

@@ -21,12 +21,10 @@ from ..config import Phase
 from ..costs.allocator import SMALL_BYTES
 from ..costs.fit import last_number, last_that_fits
 from ..costs.memory import allocated_levels, placed
-from ..costs.tape import Category, Tape, TraceError, interpolated
-from ..files import in_one_line
+from ..costs.tape import Category, Tape, interpolated
 from ..loop_record import Fit
-from ..text import inert_line
 from .calls import Call, Several, Shape, shapes_in
-from .dataless import NotTracedError, empty, tracing_copy, without_data
+from .dataless import NotTracedError, empty, saying_why_not_traced, tracing_copy, without_data
 from .flops import loss_of
 from .kept_state import kept_state
 from .tokens import tensors_in
@@ -142,13 +140,8 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
             assumptions.append(OF_RECURRENT)
         with kept_state([] if model is None else [model]):
             for is_checkpointed in (False, True):
-                tapes: dict[int, Tape] = {}
-                for batch in batches:
-                    limit_s = max(end_s - monotonic(), 0.0)
-                    tapes[batch], assumed = _traced(
-                        loop, batch, limit_s, is_checkpointed=is_checkpointed
-                    )
-                    assumptions += assumed
+                tapes, assumed = _tapes(loop, batches, end_s, is_checkpointed=is_checkpointed)
+                assumptions += assumed
                 is_exact = not (is_checkpointed or _has(model, OF_CUDNN))
                 largest = _largest(tapes, room_bytes, is_exact=is_exact)
                 fits.append(_fit(tapes, largest, is_checkpointed=is_checkpointed))
@@ -161,6 +154,21 @@ def fitting(loop: Loop, room_bytes: int, unreached_bytes: int = 0) -> Fitting:
         assumptions=tuple(dict.fromkeys(assumptions)),
         reason=reason,
     )
+
+
+def _tapes(
+    loop: Loop, batches: Iterable[int], end_s: float, *, is_checkpointed: bool
+) -> tuple[dict[int, Tape], list[str]]:
+    """The tapes of the loop's first steps by batch size, and what they take for granted; raise
+    NotTracedError with the reason. Traces end when the clock is at `end_s`.
+    """
+    tapes: dict[int, Tape] = {}
+    assumptions: list[str] = []
+    for batch in batches:
+        limit_s = max(end_s - monotonic(), 0.0)
+        tapes[batch], assumed = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+        assumptions += assumed
+    return tapes, assumptions
 
 
 def _has(model: nn.Module | None, kinds: tuple[type, ...] | type) -> bool:
@@ -209,7 +217,7 @@ def _traced(
     model = loop.call.model()
     if model is None:
         raise NotTracedError("the model is gone")
-    try:
+    with saying_why_not_traced():
         memo: dict[int, Any] = {}
         copied = without_data(model, memo)
         if is_checkpointed:
@@ -219,11 +227,6 @@ def _traced(
             tape = _steps(_resized(loop, batch), copied, optimizers, trace, assumptions)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
-    except NotTracedError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
-        raise NotTracedError(inert_line(reason)) from error
     if tape.idle_parameters is not None:
         assumptions.append("experts are chosen equally often")
     return tape, assumptions

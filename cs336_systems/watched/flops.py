@@ -15,13 +15,11 @@ from torch.utils.flop_counter import flop_registry
 
 from ..config import Phase
 from ..costs.internals import FakeTensor
-from ..costs.tape import MATMULS_OF, Form, TraceError
-from ..files import in_one_line
+from ..costs.tape import MATMULS_OF, Form
 from ..loop_record import LoopFlops
-from ..text import inert_line
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
-from .dataless import NotTracedError, tracing_copy
+from .dataless import NotTracedError, saying_why_not_traced, tracing_copy
 from .kept_state import kept_state
 from .marks import WatchedStep
 from .sharded import rank_copy
@@ -221,7 +219,7 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
             "the watched model exists no more: its name was given to another one before the report"
         )
     counter = FlopCounter(model.parameters())
-    try:
+    with saying_why_not_traced():
         inputs, named = call.arguments()
         traced_model = rank_copy(model)
         with tracing_copy(model, limit_s) as trace, _staying(model), counter:
@@ -232,11 +230,6 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
                 counter.phase = Phase.BACKWARD
                 loss.backward()
             unknown = sorted(counter.unknown | trace.unknown_kernels)
-    except NotTracedError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
-        raise NotTracedError(inert_line(reason)) from error
     if unknown:
         raise NotTracedError(f"nobody knows the FLOPs of {', '.join(unknown[:3])}")
     return counter

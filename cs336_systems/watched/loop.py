@@ -127,14 +127,7 @@ class Watched:
         output: Path | str = "data",
         every: int | None = None,
     ) -> None:
-        if not name.isidentifier():
-            raise ValueError(
-                f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}"
-            )
-        if warmup_steps < 0:
-            raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
-        if profile and memory:
-            raise ValueError("watch: profile and memory record different steps: give one of them")
+        _check_arguments(name, warmup_steps, profile=profile, memory=memory)
         models = (model,) if isinstance(model, nn.Module) else tuple(model)
         hooked, unseen = _hooked(optimizers)
         profiler = Profiler.KINETO if profile else Profiler.NONE
@@ -339,6 +332,18 @@ def _report_all() -> None:
         return
     for loop in list(UNREPORTED):
         loop.__exit__()
+
+
+def _check_arguments(name: str, warmup_steps: int, *, profile: bool, memory: bool) -> None:
+    """Raise ValueError for arguments of `watch` that cannot be obeyed."""
+    if not name.isidentifier():
+        raise ValueError(
+            f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}"
+        )
+    if warmup_steps < 0:
+        raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
+    if profile and memory:
+        raise ValueError("watch: profile and memory record different steps: give one of them")
 
 
 def _hooked(optimizers: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:  # noqa: ANN401

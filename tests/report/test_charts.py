@@ -12,6 +12,7 @@ from cs336.analysis.kernels.classes import KernelClass
 from cs336.report.charts import (
     CATEGORY_COLOURS,
     CLASS_COLOURS,
+    LAUNCH_PHASES,
     PHASE_COLOURS,
     Bar,
     Chart,
@@ -20,7 +21,6 @@ from cs336.report.charts import (
     ink,
 )
 from cs336.report.draw import figure_of, svg_of
-from cs336.report.page.file_glance import LAUNCH_PHASES
 from cs336.report.sections.kernels.bars import COMMUNICATION, EXPOSED
 from cs336.report.sections.kernels.bars import STYLES as STYLES_OF_WORK
 from cs336.report.sections.memory.bars import CATEGORIES

@@ -32,7 +32,11 @@ def copy_kind(name: str) -> str:
 
 
 def copy_times(
-    jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, strings: Sequence[str]
+    jobs: Jobs,
+    devices: Sequence[Busy],
+    num_devices: Ints,
+    spans: DeviceSteps,
+    strings: Sequence[str],
 ) -> tuple[CopyTimes, ...]:
     """Copies and fills in the steps by kind, without those that are collectives, and the time
     without a kernel.

@@ -94,17 +94,15 @@ def times_on_device(
     launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
     all_finished = Completion(jobs, launched)
     others_finished = Completion(jobs, launched[jobs.collective[launched] == NO_COLLECTIVE])
-    leaves_collectives = _is_before_wait(windows, steps, host)
-    host_end = windows.end_ns
-    finished = np.where(leaves_collectives, others_finished(host_end), all_finished(host_end))
-    begin = windows.start_ns[is_first]
+    begin = windows.start_ns[is_first]  # of each step on the device
     if not selection.is_whole_trace:  # which begins with the first event of the device
         begin = np.maximum(begin, all_finished(begin))
         if not is_of_host:
             begin = np.maximum(begin, _seen_from(jobs, host, int(steps.end_ns[0])))
-    end = np.maximum(host_end, finished)
-    # a later phase ends no earlier: its jobs may be done before those of the phase before it
-    end = np.maximum(pd.Series(end).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
+    host_end = windows.end_ns
+    leaves_collectives = _is_before_wait(windows, steps, host)
+    finished = np.where(leaves_collectives, others_finished(host_end), all_finished(host_end))
+    end = np.maximum(_latest(np.maximum(host_end, finished), windows.step), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
     on_device = DeviceWindows(
         step=windows.step,
@@ -123,12 +121,20 @@ def times_on_device(
     return spans, chosen(on_device, (windows.phase != _UNATTRIBUTED) | (end > start))
 
 
+def _latest(end: Ints, step: Ints) -> Ints:
+    """The latest of the ends so far in each step: a later phase ends no earlier, though its jobs
+    may be done before those of the phase before it.
+    """
+    latest: Ints = pd.Series(end).groupby(step).cummax().to_numpy()
+    return latest
+
+
 def _with_rest(windows: HostWindows, steps: StepTimes) -> HostWindows:
     """The windows, and the times of each step before, between and after them, the last of which is
     the whole of a step without phases.
     """
     is_first = np.diff(windows.step, prepend=-1) > 0
-    reached = pd.Series(windows.end_ns).groupby(windows.step).cummax().to_numpy()
+    reached = _latest(windows.end_ns, windows.step)
     since = np.where(is_first, steps.start_ns[windows.step], np.append(0, reached[:-1]))
     between = HostWindows(
         step=windows.step,

@@ -4,8 +4,8 @@
 A run on several ranks has one report of nsys, or a trace of torch.profiler for each rank.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from ...text import inert_line
 from ...torch_needed import lacking_torch
 from ..columns import Ints, Mask, groups
 from . import communication, idle, modules, operators, pictured, process_groups, step_profile
-from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
+from .attribution import Attribution, Jobs, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, is_generated, use_rules
 from .copies import copy_times
 from .counters import counter_means, module_means
 from .device_memory import reserved_peaks
-from .device_time import Busy, DeviceSteps, busy_ns, times_on_device
+from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .ledger import ledger_times
@@ -43,6 +43,68 @@ class AttributionError(AssertionError):
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ProfiledSteps:
+    """The steps of a trace that are profiled, and what host and device did in them."""
+
+    attribution: Attribution
+    selection: Selection
+    host: Host
+    jobs: Jobs
+    """What the device ran, with the number of the profiled step, -1 for none."""
+    devices: Sequence[Busy]
+    """Empty for a trace of a CPU."""
+    num_devices: Ints
+    """For each step, the number of devices that it used."""
+    spans: DeviceSteps
+    windows: DeviceWindows
+    times: pd.DataFrame
+    """The windows, with the time in which the device was busy."""
+    work: pd.DataFrame
+    """The jobs as rows of a frame."""
+    kernels: pd.DataFrame
+    """The jobs that are no copies, with the class of each, outside of steps too."""
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that has the steps."""
+        return self.attribution.trace
+
+    @property
+    def in_step(self) -> pd.DataFrame:
+        """The kernels of the profiled steps."""
+        return self.kernels[self.kernels["step"] >= 0]
+
+
+def _profiled_steps(attribution: Attribution) -> _ProfiledSteps:
+    """The steps that are profiled, placed on the device."""
+    trace = attribution.trace
+    selection = select_steps(attribution)
+    jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
+    host = Host(trace)
+    spans, windows = times_on_device(jobs, selection, host, is_of_host=trace.is_of_host)
+    devices = []
+    if not trace.is_of_host:
+        for _, rows in groups(jobs.device):
+            devices.append(Busy(rows=rows, union=jobs.union(rows)))
+    busy, num_devices = busy_ns(devices, spans, windows)
+    work = frame_of(jobs)
+    kernels = work[~work["is_copy"]]
+    return _ProfiledSteps(
+        attribution=attribution,
+        selection=selection,
+        host=host,
+        jobs=jobs,
+        devices=devices,
+        num_devices=num_devices,
+        spans=spans,
+        windows=windows,
+        times=frame_of(windows).assign(busy_ns=busy),
+        work=work,
+        kernels=kernels.assign(kind=modules.kernel_classes(trace.kernels.name, trace.strings)),
+    )
+
+
 def summarise(
     attribution: Attribution, *, source: str, config: RunConfig | None = None
 ) -> step_profile.StepProfile:
@@ -51,28 +113,27 @@ def summarise(
 
     Raises AttributionError if the parts do not add up to the whole.
     """
-    trace = attribution.trace
-    selection = select_steps(attribution)
-    jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
-    host = Host(trace)
-    spans, windows = times_on_device(jobs, selection, host, is_of_host=trace.is_of_host)
-    devices = []
-    for _, rows in [] if trace.is_of_host else groups(jobs.device):
-        devices.append(Busy(rows=rows, union=jobs.union(rows)))
-    busy, num_devices = busy_ns(devices, spans, windows)
-    gaps = idle.find_gaps(jobs, devices, spans, selection, host)
+    steps = _profiled_steps(attribution)
+    profile = _with_extras(_summary(steps, source, config), steps, config)
+    for wrong in step_profile.contradictions(profile):
+        raise AttributionError(wrong)
+    return profile
 
-    work = frame_of(jobs)
+
+def _summary(
+    steps: _ProfiledSteps, source: str, config: RunConfig | None
+) -> step_profile.StepProfile:
+    """What every profile has: phases, kernels, modules and idle times, and where the file falls
+    short.
+    """
+    attribution, selection, trace = steps.attribution, steps.selection, steps.trace
+    kernels, in_step, num_steps = steps.kernels, steps.in_step, len(selection.steps)
     parts = modules.range_parts(attribution)
-    kernels = work[~work["is_copy"]]
-    kernels = kernels.assign(kind=modules.kernel_classes(trace.kernels.name, trace.strings))
-    in_step = kernels[kernels["step"] >= 0]
-    drawn = pictured.with_copies(in_step, work)
-    num_steps = len(selection.steps)
-    times = frame_of(windows).assign(busy_ns=busy)
+    gaps = idle.find_gaps(steps.jobs, steps.devices, steps.spans, selection, steps.host)
+    drawn = pictured.with_copies(in_step, steps.work)
     grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
-    sentences = (*attribution.notes, *idle.idle_notes(gaps), *selection.notes)
-    profile = step_profile.StepProfile(
+    doubted = [f"{doubt}." for doubt in (*grave, *slight)]
+    return step_profile.StepProfile(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
@@ -84,24 +145,39 @@ def summarise(
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
         left=_left(kernels, attribution.jobs.step[kernels.index], selection.is_cut),
         step_s=tuple((selection.steps.duration_ns / 1e9).tolist()),
-        phases=tuple(_phases(work, times, num_steps, trace.is_of_host)),
+        phases=tuple(_phases(steps.work, steps.times, num_steps, trace.is_of_host)),
         kernels=modules.kernel_times(
             in_step, trace.strings, lost_times=not is_rounded(trace.kernels)
         ),
         classes=modules.class_times(in_step),
         attention=modules.attention_times(in_step, parts, trace.strings, config),
         modules=modules.module_times(in_step, parts),
-        idle=idle.idle_times(gaps, num_devices),
-        gaps=tuple(idle.longest_gaps(gaps, jobs, parts, trace, spans, host)),
-        host_calls=host_calls(host, selection),
-        pictured=pictured.median_step(spans, windows, drawn, trace.strings),
-        beside=pictured.steps_beside(selection.labels, spans, windows, drawn),
-        notes=(*sentences, *(f"{doubt}." for doubt in (*grave, *slight))),
-        communication=communication.communication_times(jobs, devices, num_devices, windows),
-        copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
+        idle=idle.idle_times(gaps, steps.num_devices),
+        gaps=tuple(idle.longest_gaps(gaps, steps.jobs, parts, trace, steps.spans, steps.host)),
+        host_calls=host_calls(steps.host, selection),
+        pictured=pictured.median_step(steps.spans, steps.windows, drawn, trace.strings),
+        beside=pictured.steps_beside(selection.labels, steps.spans, steps.windows, drawn),
+        notes=(*attribution.notes, *idle.idle_notes(gaps), *selection.notes, *doubted),
         doubts=grave,
+        module_counters=tuple(module_means(trace, in_step, parts)),
+    )
+
+
+def _with_extras(
+    profile: step_profile.StepProfile, steps: _ProfiledSteps, config: RunConfig | None
+) -> step_profile.StepProfile:
+    """The profile with what only some files have: collectives, copies, ranks, graphs, operators,
+    counters, lines of the program, the ledger.
+    """
+    attribution, selection, trace = steps.attribution, steps.selection, steps.trace
+    jobs, devices, num_devices = steps.jobs, steps.devices, steps.num_devices
+    windows, in_step = steps.windows, steps.in_step
+    return replace(
+        profile,
+        communication=communication.communication_times(jobs, devices, num_devices, windows),
+        copies=copy_times(jobs, devices, num_devices, steps.spans, trace.strings),
         rank=trace.rank,
-        between=_between_steps(spans, selection, attribution),
+        between=_between_steps(steps.spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
         is_compiled=bool(trace.named(trace.kernels, is_generated).any()),
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
@@ -109,14 +185,10 @@ def summarise(
         passes_per_step=attribution.plan.passes_per_step,
         operators=operators.operator_times(attribution, in_step),
         counters=tuple(counter_means(trace, windows, jobs.device)),
-        module_counters=tuple(module_means(trace, in_step, parts)),
         reserved=tuple(reserved_peaks(trace, windows)),
         places=tuple(place_times(in_step, trace)),
         ledger=_ledger(in_step, trace, config),
     )
-    for wrong in step_profile.contradictions(profile):
-        raise AttributionError(wrong)
-    return profile
 
 
 def _ledger(
@@ -230,6 +302,17 @@ def explain(
         collectives.append(process_groups.collectives_of(attribution))
         sizes = [message.size or 1 for message in trace.messages]
         world_size = max(world_size, trace.world_size or 1, *sizes)
+    return _of_all_ranks(profiles, collectives, world_size)
+
+
+def _of_all_ranks(
+    profiles: Sequence[tuple[int, step_profile.StepProfile]],
+    collectives: Sequence[pd.DataFrame],
+    world_size: int,
+) -> step_profile.StepProfile:
+    """The profile of the first of these ranks, with the times of all; `collectives` are those of
+    each, and `world_size` is the number of ranks of the run, of which some may not be here.
+    """
     rank, first = profiles[0]
     if len(profiles) < world_size:
         note = communication.missing_ranks(len(profiles), world_size)

@@ -150,7 +150,7 @@ class _Causes:
     def in_pieces(self, gaps: Gaps) -> Gaps:
         """The idle times, cut where the host began or ended what explains a part of them."""
         unions = self._explained.values()
-        cuts = np.unique(np.concatenate([np.append(u.start, u.end) for u in unions]))
+        cuts = np.unique(np.concatenate([np.append(union.start, union.end) for union in unions]))
         first = np.searchsorted(cuts, gaps.start_ns, side="right")
         last = np.searchsorted(cuts, gaps.end_ns, side="left")
         count = last - first + 1
@@ -225,6 +225,9 @@ def longest_gaps(
     def name(job: int) -> str:
         return short_name(trace.strings[jobs.name[job]]) if job >= 0 else ""
 
+    def module(job: int) -> tuple[str, ...]:
+        return parts.names(int(parts.path[jobs.module[job]])) if job >= 0 else ()
+
     rows: Iterable[Any] = frame[:NUM_GAPS].itertuples()
     for row in rows:
         yield Gap(
@@ -235,7 +238,7 @@ def longest_gaps(
             cause=CAUSES[row.cause],
             before=name(row.before),
             after=name(row.after),
-            module=parts.names(int(parts.path[jobs.module[row.after]])) if row.after >= 0 else (),
+            module=module(row.after),
             host_call=host.longest_call(row.start_ns, row.end_ns),
             host_range=_open_range(trace, trace.ranges, jobs, row),
             library_call=_open_range(trace, trace.library_calls, jobs, row),

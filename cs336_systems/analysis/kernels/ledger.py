@@ -113,8 +113,8 @@ def _counted_ns(kernels: pd.DataFrame, strings: Sequence[str]) -> Ints:
     start = kernels["start_ns"].to_numpy(dtype=np.int64)
     end = start + kernels["duration_ns"].to_numpy(dtype=np.int64)
     names = kernels["name"].to_numpy()
-    numbers = np.unique(names)
-    sends = [n for n in numbers.tolist() if _part_of(strings[n]) is Part.COMMUNICATION]
+    present = np.unique(names).tolist()
+    sends = [name for name in present if _part_of(strings[name]) is Part.COMMUNICATION]
     is_sent = np.isin(names, sends)
     counted = _first_alone(start, end, ~is_sent)
     sent = _first_alone(start, end, is_sent)

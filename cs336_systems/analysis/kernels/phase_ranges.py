@@ -1,7 +1,7 @@
 """Which ranges of a trace stand for phases and steps, by their names."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -97,11 +97,7 @@ def phase_ranges(trace: Trace, names: PhaseNames) -> PhaseRanges:
         zero_grad = those(lambda text: TORCH_ZERO_GRAD.match(text) is not None)
         steps = those(lambda text: TORCH_OPTIMIZER.match(text) is not None)
         of_torch = np.append(steps, zero_grad)
-    labels = {}
-    for name, text in zip(present.tolist(), texts, strict=True):
-        label = server_step(text)
-        if label is not None:
-            labels[name] = label
+    labels = _server_steps(zip(present.tolist(), texts, strict=True))
     step = of_program["step"]
     is_of_torch = not len(step) and not labels
     # a caller who names the ranges of steps means no others
@@ -120,6 +116,18 @@ def phase_ranges(trace: Trace, names: PhaseNames) -> PhaseRanges:
         warmup=of_program["warmup"],
         measure=of_program["measure"],
     )
+
+
+def _server_steps(ranges: Iterable[tuple[int, str]]) -> dict[int, StepLabel]:
+    """What those of the ranges say that are a server's steps, by the index of the name. `ranges`
+    have the index and the text of each name.
+    """
+    labels = {}
+    for name, text in ranges:
+        label = server_step(text)
+        if label is not None:
+            labels[name] = label
+    return labels
 
 
 def _is_known_as(phase: LaunchPhase, text: str) -> bool:

@@ -10,7 +10,12 @@ Codes = NDArray[np.int8]
 
 
 class LaunchPhase(StrEnum):
-    """The part of a step in which a kernel was launched; each kernel has exactly one."""
+    """The part of a step in which a kernel was launched; each kernel has exactly one.
+
+    A member's ranges are named in `PhaseNames` (ranges.py), which a user may change, or in
+    `known_ranges.py`; its place here is its place in tables. How it looks and is called is in
+    `report`: `LAUNCH_PHASES` (charts.py) and `WHERE` (sections/kernels/figures.py).
+    """
 
     DATA = "data"
     FORWARD = "forward"

@@ -598,6 +598,10 @@ class StepProfile:
     """One for each step; empty where it is not seen."""
     format_version: int = PROFILE_FORMAT_VERSION
 
+    def kernels_of(self, phase: LaunchPhase | None) -> list[KernelTimes]:
+        """The kernels of one phase, or of the whole step if that is None."""
+        return [kernel for kernel in self.kernels if kernel.phase is phase]
+
 
 def encode_profile(profile: StepProfile) -> bytes:
     """The profile as indented JSON."""

@@ -90,7 +90,7 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
     is_named = any(len(names.phases[phase]) for phase in telling)
     steps = _find_steps(trace, names, windows, main, around)
     around = np.append(around, rows_named(trace, names.step, names.warmup, names.measure))
-    source, notes = PhaseSource.RANGES, list[str]()
+    note = ""
     has_forward = bool(windows.among(LaunchPhase.FORWARD).any())
     if not has_forward:
         is_inference = bool(names.labels) or shows_no_training(trace, names)
@@ -98,16 +98,10 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         if main is not None:
             events, updates = main_events(trace, main, around), update_launches(trace, main)
             copied = batches(trace, main)
-        windows = with_forward(
-            windows,
-            steps.start_ns,
-            steps.end_ns,
-            events,
-            updates,
-            copied,
-            is_inference=is_inference,
-        )
-        notes = [_note(trace, windows, is_inference, is_named)]
+        bounds = steps.start_ns, steps.end_ns
+        windows = with_forward(windows, *bounds, events, updates, copied, is_inference=is_inference)
+        note = _note(trace, windows, is_inference, is_named)
+    source = PhaseSource.RANGES
     if not is_named:
         source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     times = _step_times(trace, names, steps.start_ns, steps.end_ns)
@@ -121,7 +115,7 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
         main=None if has_forward else main,
-        notes=tuple(note for note in notes if note),
+        notes=(note,) if note else (),
     )
 
 
@@ -135,15 +129,7 @@ def _find_steps(
     rows = rows_named(trace, names.step)
     rows = outermost(ranges, rows[(ranges.thread[rows] == main) | ~ranges.is_nested[rows]])
     if len(rows):
-        of_steps = tuple(ranges.name[rows].tolist())
-        pattern = Counter(_NUMBER.sub("*", trace.strings[name]) for name in of_steps)
-        shown_by = pattern.most_common(1)[0][0]
-        return _Steps(
-            start_ns=ranges.start_ns[rows],
-            end_ns=ranges.end_ns[rows],
-            shown_by=f"the ranges {shown_by}",
-            names=of_steps,
-        )
+        return _by_ranges(trace, rows)
     if main is None:
         return _by_period(trace, names)
     is_forward = windows.among(LaunchPhase.FORWARD)
@@ -166,6 +152,20 @@ def _find_steps(
     if not len(start):
         return _by_period(trace, names)
     return _Steps(start_ns=start, end_ns=end, shown_by=shown_by)
+
+
+def _by_ranges(trace: Trace, rows: Ints) -> _Steps:
+    """The steps that these rows of the trace's ranges are around."""
+    ranges = trace.ranges
+    of_steps = tuple(ranges.name[rows].tolist())
+    patterns = Counter(_NUMBER.sub("*", trace.strings[name]) for name in of_steps)
+    [(usual_pattern, _)] = patterns.most_common(1)
+    return _Steps(
+        start_ns=ranges.start_ns[rows],
+        end_ns=ranges.end_ns[rows],
+        shown_by=f"the ranges {usual_pattern}",
+        names=of_steps,
+    )
 
 
 def _between_forwards(windows: MarkedWindows) -> tuple[Ints, Ints]:

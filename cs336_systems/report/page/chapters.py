@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,7 +15,7 @@ from ...record import RUNS, load_records
 from ...studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..charts import Chart
 from ..results import KERNELS, MEMORY, Results
-from ..section import Section, make_table
+from ..section import Section, all_tables, make_table
 from ..sections.kernels.files import modules_section
 from ..sections.ladder import ladder_section
 from .blocks import (
@@ -55,11 +56,10 @@ def _source(directory: Directory) -> str:
     """Device of what the directory holds, and the day, or days, on which it was measured."""
     facts = dict(source_facts(directory))
     results = directory.results
-    names = [
-        name
-        for entry in (results.kernels if results else ())
-        for name in entry.profile.device_names
-    ]
+    names = list[str]()
+    if results is not None:
+        for entry in results.kernels:
+            names += entry.profile.device_names
     device = facts.get("device") or ", ".join(dict.fromkeys(names))
     days = re.findall(r"\d{4}-\d\d-\d\d", facts.get("measured", ""))
     return ", ".join(filter(None, [device, " to ".join(dict.fromkeys(days))]))
@@ -108,8 +108,8 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
     all runs, and how they were measured.
     """
     results, sections = directory.results, _sections(directory)
-    tables = [table for part in sections.values() for section in part for table in section.tables]
-    sentences = [text for table in tables for text in table.findings]
+    tables = all_tables(chain.from_iterable(sections.values()))
+    sentences = chain.from_iterable(table.findings for table in tables)
     # the findings of profiles are not among these: they stand in tables of their own
     headline = f"{glance.answer} {glance.more}".strip()
     # such as `Out of memory: 8 of 48 configurations (...)` below `out of memory in 8 of 48`

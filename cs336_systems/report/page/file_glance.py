@@ -4,9 +4,8 @@ alone.
 
 from collections.abc import Iterable, Iterator
 
-from ...analysis.kernels.phases import LaunchPhase
 from ...analysis.kernels.step_profile import StepProfile
-from ..charts import PHASE_COLOURS, Bar, Style
+from ..charts import LAUNCH_PHASES, Bar
 from ..columns import column
 from ..results import Results
 from ..section import Finding, finding_rows
@@ -22,14 +21,6 @@ from ..sections.memory.words import check_words, size
 from ..sections.steps import BY_PHASE
 from ..words import significant
 from .blocks import Bars, Glance, Tile
-
-LAUNCH_PHASES = {
-    **{str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()},
-    LaunchPhase.LOSS: Style(colour="#2B3A55"),
-    LaunchPhase.WEIGHT_GRADIENTS: Style(colour="#8F6A1E"),
-    LaunchPhase.UNATTRIBUTED: Style(colour="#FFFFFF", pattern="/", ink="#6A6A6A"),
-}
-"""Style of each phase of launches; those that a clock has too look as they do there."""
 
 
 def glance_of_file(results: Results) -> Glance:

@@ -7,6 +7,7 @@ most: it names the extremes, and a row that stands alone. What stands below name
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 from ...analysis.kernels.step_profile import Work
@@ -22,7 +23,7 @@ from ..compared import Compared
 from ..configurations import step_results
 from ..quantities import StepResult
 from ..results import Results
-from ..section import Section, labels, short_labels
+from ..section import Section, all_tables, labels, short_labels
 from ..sections.kernels.bars import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import findings as kernel_findings
@@ -233,7 +234,10 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
         text = f"A step takes {times}: {', '.join(parts)}"
     elif times:
         text = f"A step takes {times} {told.part('step_mean_ms')}"
-    late = [n for n, result in enumerate(results) if WarningCode.LAUNCH_BOUND in result.codes]
+    late = []
+    for place, result in enumerate(results):
+        if WarningCode.LAUNCH_BOUND in result.codes:
+            late.append(place)
     more = f"{told.count(LIMITED, late)}." if late else ""
     configs = [results[index].config for index in late]
     if late and all(config and config.compile is CompileMode.NONE for config in configs):
@@ -351,7 +355,8 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
     collectives; how failed cells ended; and times of launches.
     """
     rows = sections[0].rows
-    ends = NamedRows([row for section in sections[1:] for row in section.rows]).failures()
+    cells = list(chain.from_iterable(section.rows for section in sections[1:]))
+    ends = NamedRows(cells).failures()
     reached: dict[str, tuple[list[Mapping[str, Any]], list[str]]] = {}
     times = []
     for row in rows:
@@ -427,8 +432,8 @@ def _operations(rows: Rows) -> NamedRows:
 
 def of_precision(sections: Sequence[Section]) -> Headline:
     """Headline of the study of precision: which quantities are in fp32 in every row."""
-    tables = [table for section in sections for table in section.tables if table.findings]
-    return tables[0].findings[0], ""
+    findings = chain.from_iterable(table.findings for table in all_tables(sections))
+    return next(findings), ""
 
 
 OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {

@@ -156,11 +156,11 @@ def _conditions(environments: Sequence[Environment | None]) -> Iterator[tuple[st
     """Device, software and commit of the environments that are known, each value once."""
     known = [environment for environment in environments if environment is not None]
     identities = [environment.identity for environment in known]
-    commits = [
-        f"{environment.git_commit[:9]}{' with changes' if environment.git_dirty else ''}"
-        for environment in known
-        if environment.git_commit
-    ]
+    commits = []
+    for environment in known:
+        if environment.git_commit:
+            changes = " with changes" if environment.git_dirty else ""
+            commits.append(environment.git_commit[:9] + changes)
     parts: dict[str, Iterable[str | None]] = {
         "device": [identity.device_name for identity in identities],
         "driver": [identity.driver for identity in identities],

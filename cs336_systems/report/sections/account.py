@@ -1,14 +1,12 @@
-"""What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory
-holds, what fits.
+"""What a step costs, as tables: FLOPs and bytes by part of the model, collectives, time; tables of
+its memory are in `account_memory.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
-from ...analysis.memory.profile import Category as Measured
 from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
-from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.compiled import predict_step_memory, why_not_foretold
 from ...costs.curves import Curves as DeviceCurves
@@ -17,11 +15,10 @@ from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
 from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
-from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
-from ...costs.traces import idle_parameters, is_compiled, own_parameters, why_untraced
+from ...costs.traces import idle_parameters, is_compiled, own_parameters
 from ...studies.ceilings_files import REFERENCE
-from ..charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style
+from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
@@ -34,6 +31,15 @@ from ..words import (
     ratio,
     rounded,
     significant,
+)
+from .account_memory import (
+    CATEGORIES,
+    categories_table,
+    checkpoints_tables,
+    fit_table,
+    fit_values,
+    peak_table,
+    sizes_at_peak,
 )
 from .steps import PARTS
 
@@ -52,10 +58,6 @@ CollectiveTimes = Mapping[Collective, Mapping[int, float]]
 BALANCED = (
     "Which experts a token chooses is data: each expert is taken to be chosen as often as any "
     "other."
-)
-NOT_SEARCHED = (
-    "Of a compiled step the largest batch and the longest context are not searched: the compiler "
-    "chooses kernels by sizes, so that each would be compiled, about half a minute."
 )
 
 
@@ -98,7 +100,7 @@ def account_section(account: Account, top: int) -> Section:
     prediction, parts = predict_step_memory(config), _parts(config)
     tables = []
     if account.memory_bytes is not None:
-        tables.append(_fit_table(config, account.memory_bytes))
+        tables.append(fit_table(config, account.memory_bytes))
     tables.append(_cost_table(config, parts[ALL], prediction))
     if config.model_factory is None:
         tables.append(_flops_table(parts))
@@ -108,9 +110,9 @@ def account_section(account: Account, top: int) -> Section:
     else:
         tables.append(_modules_table(parts))
     tables += _time_tables(account)
-    tables += _checkpoints_tables(config)
+    tables += checkpoints_tables(config)
     if prediction is not None:
-        tables += [_categories_table(prediction), _peak_table(prediction, top)]
+        tables += [categories_table(prediction), peak_table(prediction, top)]
     return Section(
         name="account",
         tables=tuple(tables),
@@ -127,34 +129,10 @@ def _charts(account: Account, prediction: memory.MemoryPrediction | None) -> Ite
         times = {str(phase): 1e3 * time_s for phase, time_s in account.time.phases_s.items()}
         yield _of_one_bar("time", "Predicted time of a step (ms)", config.label, times, PARTS)
     if prediction is not None:
-        peak = {
-            str(category): prediction.peak.bytes_of(category) / GIB
-            for category in Category
-            if prediction.peak.bytes_of(category)
-        }
+        sizes = sizes_at_peak(prediction)
+        sizes_gib = {str(category): size_bytes / GIB for category, size_bytes in sizes.items()}
         title = "What the predicted peak consists of (GiB)"
-        yield _of_one_bar("peak", title, config.label, peak, _CATEGORIES)
-
-
-_MEASURED = {
-    Category.PARAMETERS: Measured.PARAMETERS,
-    Category.BUFFERS: Measured.BUFFERS,
-    Category.GATHERED: Measured.KEPT,
-    Category.GRADIENTS: Measured.GRADIENTS,
-    Category.OPTIMIZER_STATE: Measured.OPTIMIZER_STATE,
-    Category.WEIGHT_COPIES: Measured.AUTOCAST_COPIES,
-    Category.ACTIVATIONS: Measured.SAVED,
-    Category.LOSS: Measured.LATER,
-    Category.TEMPORARIES: Measured.TEMPORARY,
-    Category.OPTIMIZER_WORKSPACE: Measured.EARLIER,
-    Category.LIBRARY_WORKSPACE: Measured.HELD,
-    Category.UNSPLIT: Measured.POOL,
-}
-"""The category of a measured peak whose colour each category has: the same one where there is."""
-_CATEGORIES = {
-    str(category): Style(colour=CATEGORY_COLOURS[measured])
-    for category, measured in _MEASURED.items()
-}
+        yield _of_one_bar("peak", title, config.label, sizes_gib, CATEGORIES)
 
 
 def _of_one_bar(
@@ -264,7 +242,7 @@ def account_json(account: Account) -> dict[str, object]:
     if account.curves is not None and time is not None:
         values["time_is_measured"] = account.curves.is_measured
     if memory_bytes is not None:
-        values["fit"] = {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)}
+        values["fit"] = {"memory_bytes": memory_bytes, **fit_values(config, memory_bytes)}
     return values
 
 
@@ -355,18 +333,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
     rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
-    note = "FLOPs are those of matrix multiplications, attention in full unless said."
-    if prediction is not None:
-        how = "eager"
-        if prediction.compiler:
-            how = f"compiled by PyTorch {prediction.compiler}"
-        elif config.fused_blocks:
-            how = "by --fast"
-        note += f" Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
-    notes = [note]
-    if prediction is None:
-        reason = why_not_foretold(config) or memory.why_not_predicted(config)
-        notes.append(f"Memory is not foretold: {reason}.")
+    notes = list(_cost_notes(config, prediction))
     if active is not None:
         notes.append(BALANCED)
     label, batch = config.label, f"batch {config.batch_size}"
@@ -378,6 +345,22 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     if batch not in label:
         label += f", {batch}"
     return quantity_table(f"One step of {label}", rows, notes)
+
+
+def _cost_notes(config: RunConfig, prediction: memory.MemoryPrediction | None) -> Iterator[str]:
+    """How FLOPs are counted, and how memory is predicted or why it is not."""
+    flops = "FLOPs are those of matrix multiplications, attention in full unless said."
+    if prediction is None:
+        yield flops
+        reason = why_not_foretold(config) or memory.why_not_predicted(config)
+        yield f"Memory is not foretold: {reason}."
+        return
+    how = "eager"
+    if prediction.compiler:
+        how = f"compiled by PyTorch {prediction.compiler}"
+    elif config.fused_blocks:
+        how = "by --fast"
+    yield f"{flops} Memory: as PyTorch's allocator counts it, predicted, {how}, on Hopper."
 
 
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
@@ -533,29 +516,38 @@ def _time_tables(account: Account) -> Iterator[Table]:
         }
         for phase in predicted_s
     ]
+    notes = [*_limit_notes(time), *_source_notes(account, curves)]
+    columns = columns_of("phase", "predicted_ms", "kernels_ms")
+    yield make_table("Predicted time of a step", columns, rows, notes)
+
+
+def _limit_notes(time: TimePrediction) -> Iterator[str]:
+    """What limits the step, how sure its time is, and which part of it is extrapolated."""
     limit = "The GPU is the limit"
     if time.limit is StepLimit.LAUNCHES:
         limit = f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
-    notes = [f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."]
+    yield f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."
     if interval := _interval(time):
-        notes.append(f"The step takes {rounded(1e3 * time.step_s)} ms{interval}.")
+        yield f"The step takes {rounded(1e3 * time.step_s)} ms{interval}."
     if time.extrapolated_share > 0:
         share = max(1, round(100 * time.extrapolated_share))
-        notes.append(f"{share} % of the time of kernels is of shapes unlike all measured ones.")
+        yield f"{share} % of the time of kernels is of shapes unlike all measured ones."
+
+
+def _source_notes(account: Account, curves: DeviceCurves) -> Iterator[str]:
+    """What the predicted times stand on, and whether it is in doubt."""
     if curves.is_measured or account.device is None:
         of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
-        notes.append(
+        yield (
             f"From the configuration and {of_device} alone; cs336 report DIR says how far it is "
             "from measured steps."
         )
     else:
-        notes.append(by_data_sheet(account.device.names[0]))
+        yield by_data_sheet(account.device.names[0])
     if curves.is_shipped:
-        notes.append(SHIPPED)
+        yield SHIPPED
     if curves.is_in_doubt:
-        notes.append(DOUBTED_FORECAST)
-    columns = columns_of("phase", "predicted_ms", "kernels_ms")
-    yield make_table("Predicted time of a step", columns, rows, notes)
+        yield DOUBTED_FORECAST
 
 
 def by_data_sheet(device_name: str) -> str:
@@ -566,105 +558,3 @@ def by_data_sheet(device_name: str) -> str:
         f"There are no ceilings of {device_name} with matmuls of such a size: by its data sheet "
         f"and the efficiencies of an {REFERENCE}."
     )
-
-
-def _checkpoints_tables(config: RunConfig) -> Iterator[Table]:
-    """The table of what the blocks keep for backward with checkpoints, nested ones too."""
-    rows = [
-        {
-            "what": schedule.name,
-            "expression": schedule.expression,
-            "size_bytes": schedule.kept_bytes,
-            "count": schedule.again,
-        }
-        for schedule in checkpoint_schedules(config)
-    ]
-    if not rows:
-        return
-    columns = columns_of(
-        column("what", name="checkpoints"),
-        column("expression", name="kept"),
-        "size_bytes",
-        column("count", name="blocks run again", about="Forward passes of blocks."),
-    )
-    note = (
-        f"N is {config.model.num_layers} blocks, s the input of a block, A all that it keeps. "
-        "--checkpoint-blocks runs the first three; nested checkpoints are not run here, and "
-        "neither are selective ones, which also keep r, the results of attention and of every "
-        "second linear layer, and run a part of each block again."
-    )
-    yield make_table("Activations of the blocks with checkpoints", columns, rows, [note])
-
-
-def _categories_table(prediction: memory.MemoryPrediction) -> Table:
-    """The table of the predicted peak of memory by category; empty categories are left out."""
-    rows, peak = [], prediction.peak
-    for category in Category:
-        if size_bytes := peak.bytes_of(category):
-            share = size_bytes / peak.allocated_bytes
-            rows.append({"category": category, "size_bytes": size_bytes, "share": share})
-    notes = []
-    if peak.bytes_of(Category.UNSPLIT):
-        notes.append(
-            "Unsplit rest: a cached block may be up to 1 MiB larger than its tensor, since the "
-            "allocator splits off no less."
-        )
-    columns = columns_of("category", "size_bytes", "share")
-    return make_table("The peak by category", columns, rows, notes)
-
-
-def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
-    """The table of the `top` largest tensors at the predicted peak; a note says how many more there
-    are.
-    """
-    peak = prediction.peak
-    shown = sorted(peak.parts, key=lambda part: -part.size_bytes)[:top]
-    rows = [
-        asdict(part) | {"what": part.label, "share": part.size_bytes / peak.allocated_bytes}
-        for part in shown
-    ]
-    columns = columns_of(
-        column("category", drop_order=0),
-        "what",
-        column("count", drop_order=3),
-        "size_bytes",
-        "share",
-        "formula",
-    )
-    notes = []
-    if rest := peak.allocated_bytes - sum(part.size_bytes for part in shown):
-        more = len(peak.parts) - len(shown)
-        notes.append(f"{more} more hold {significant(rest / MIB)} MiB.")
-    title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
-    return make_table(title, columns, rows, notes)
-
-
-def _fit(config: RunConfig, memory_bytes: int) -> Row:
-    """Whether the step fits this memory, the largest batch size and the longest context that do;
-    None where that is not predicted.
-    """
-    return {
-        "fits": fit.fits(config, memory_bytes),
-        "largest_batch_size": fit.largest_batch(config, memory_bytes),
-        "longest_context_length": fit.largest_context(config, memory_bytes),
-    }
-
-
-def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
-    """Whether the configuration fits, the largest batch and the longest context."""
-    fit = _fit(config, memory_bytes)
-    longest = fit["longest_context_length"]
-    rows = [
-        ("this configuration", {True: "fits", False: "does not fit", None: None}[fit["fits"]]),
-        (f"largest batch at context {config.model.context_length:,}", fit["largest_batch_size"]),
-        (f"longest context at batch {config.batch_size:,}", longest),
-    ]
-    notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
-    if is_compiled(config):
-        notes.append(why_not_foretold(config) or NOT_SEARCHED)
-    if longest is not None:
-        longer = replace(config, model=replace(config.model, context_length=longest + 1))
-        if reason := why_untraced(longer):
-            notes.append(f"A context of {longest + 1:,} cannot be traced: {reason}")
-    title = f"What fits {significant(memory_bytes / GIB)} GiB"
-    return quantity_table(title, rows, notes, ("question", "answer"))

@@ -140,9 +140,7 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
         row["naive_saved_closed_form_mib"] = closed_form_mib
     if cell.implementation is Implementation.COMPILED:
         row["compile_s"] = result.first_pass_s
-    memory = result.memory if result.status is Status.OK else None
-    for name in ("before_forward", "before_backward", "saved", "peak"):
-        row[f"{name}_mib"] = memory and getattr(memory, f"{name}_bytes") / MIB
+    row |= _memory_mib(result)
     for timed, phase in TIMED.items():
         row |= times_ms(result.measurement(phase), f"{timed}_")
         tera_ms = attention_flops(grid, cell, phase) / TERA * 1e3
@@ -152,6 +150,15 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
     for error in result.errors:
         row[f"{error.quantity}_max_error"] = error.max_error
         row[f"{error.quantity}_relative_error"] = error.relative
+    return row
+
+
+def _memory_mib(result: CellResult) -> Row:
+    """The memory of the cell's passes in MiB; None for a cell that failed."""
+    memory = result.memory if result.status is Status.OK else None
+    row: Row = {}
+    for name in ("before_forward", "before_backward", "saved", "peak"):
+        row[f"{name}_mib"] = memory and getattr(memory, f"{name}_bytes") / MIB
     return row
 
 
@@ -254,8 +261,10 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     grid, available = study.grid, study.available(rows[0]["precision"])
     yield CHANCE
     if grid.own is not None:
-        digest = grid.source.state if grid.source else None
-        yield f"own is {grid.own}{f', of source {digest}' if digest else ''}."
+        source = ""
+        if grid.source and grid.source.state:
+            source = f", of source {grid.source.state}"
+        yield f"own is {grid.own}{source}."
     failed: dict[str, list[Row]] = {}
     for row in cells_of(rows, Implementation.OWN, "error"):
         failed.setdefault(row["error"], []).append(row)

@@ -15,7 +15,7 @@ from ...costs.time import uncounted_flops
 from ...record import RunRecord, WarningCode
 from ...subject import Subject
 from ...text import counted, text_of
-from ..charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
+from ..charts import PHASE_STYLES, REST_COLOUR, Bar, Chart, Panel, Style
 from ..column import Quantity, Row, signed, three_digits
 from ..columns import column
 from ..configurations import over_warmup, steady
@@ -62,7 +62,8 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     for entry in (StepResult.tokens_per_s, StepResult.mfu, StepResult.peak_allocated_gib):
         if text := entry.cell(result):
             speed.append(f"{entry.label} {text}")
-    doubts = ", ".join(w.code for w in record.warnings if w.code in DOUBTFUL)
+    codes = [warning.code for warning in record.warnings]
+    doubts = ", ".join(code for code in codes if code in DOUBTFUL)
     under = "" if record.subject.profiler is Profiler.NONE else " with the profiler running"
     step = StepResult.step_mean_ms.cell(result)
     steps = counted(len(measured.times_s), "step")
@@ -286,9 +287,7 @@ LEAST_REST = 0.02
 """Least share of a step outside of the phases that is drawn."""
 BY_PHASE = "Time of a step by phase"
 REST = "rest of the step"
-PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()} | {
-    REST: Style(colour=REST_COLOUR)
-}
+PARTS = PHASE_STYLES | {REST: Style(colour=REST_COLOUR)}
 
 
 def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
@@ -325,7 +324,7 @@ def _phase_bar(name: str, result: StepResult) -> Bar:
     """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
     noticeable, and step time and peak of memory as figures.
     """
-    parts = {str(phase): result[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
+    parts = {phase: result[f"{phase}_mean_ms"] for phase in PHASE_STYLES}
     parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
     step_ms = result.step_mean_ms
     if step_ms is not None:

@@ -49,22 +49,8 @@ def connected(address: str) -> Iterator[None]:
             contextlib.redirect_stdout(nowhere),
             temporary_directory() as directory,
         ):
-            # Ray names what it sends by its folder, which a checkout names differently.
-            folder = directory / "cs336"
-            folder.symlink_to(Path(__file__).parents[2])
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
-            package = {"py_modules": [str(folder)]}
-            # Ray warns that it sets no handler of signals, as it is not called in the main thread
-            logging.getLogger("ray").setLevel(logging.ERROR)
-            promptly(
-                partial(
-                    ray.init,
-                    address,
-                    configure_logging=False,
-                    log_to_driver=False,
-                    runtime_env=package,
-                )
-            )
+            _connect(address, directory)
             hint = ""
             try:
                 yield
@@ -78,6 +64,23 @@ def connected(address: str) -> Iterator[None]:
             f"no connection to the Ray cluster {address}: {in_a_line(error)}{hint}; finished "
             "runs are kept, and the same command goes on"
         ) from error
+
+
+def _connect(address: str, directory: Path) -> None:
+    """Connect this process to the cluster, and send it the package by a link in `directory`."""
+    # Ray names what it sends by its folder, which a checkout names differently.
+    folder = directory / "cs336"
+    folder.symlink_to(Path(__file__).parents[2])
+    # Ray warns that it sets no handler of signals, as it is not called in the main thread
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    connect = partial(
+        ray.init,
+        address,
+        configure_logging=False,
+        log_to_driver=False,
+        runtime_env={"py_modules": [str(folder)]},
+    )
+    promptly(connect)
 
 
 def promptly(call: Callable[[], T], patience_s: float = RAY_S) -> T:

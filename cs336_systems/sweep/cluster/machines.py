@@ -133,7 +133,8 @@ def _machine(
     except (RayError, msgspec.DecodeError, TypeError, RecursionError) as error:
         refused = connection.in_a_line(error)
     if not count:
-        refused = f"Ray counts none of its {'GPUs' if device is Device.CUDA else 'cores'}"
+        units = "GPUs" if device is Device.CUDA else "cores"
+        refused = f"Ray counts none of its {units}"
     return Machine(
         id=name,
         host=str(listed["NodeManagerHostname"]),

@@ -40,6 +40,15 @@ from . import Reader
 GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
+_BATCHES = (
+    [Category.KERNEL],
+    [Category.COPY, Category.FILL],
+    [Category.DRIVER_CALL, Category.CALL],
+    [Category.RANGE],
+)
+"""Categories of the events that are read together: kernels, copies, calls of CUDA, ranges."""
+
+
 def read_kineto(path: Path) -> Trace:
     """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is
     not a trace.
@@ -49,12 +58,7 @@ def read_kineto(path: Path) -> Trace:
     events = TraceEvents(path)
     device_names, has_operators = events.device_names, events.has_operators
     distributed = events.distributed
-    kernels, copies, calls, ranges = events.batches(
-        [Category.KERNEL],
-        [Category.COPY, Category.FILL],
-        [Category.DRIVER_CALL, Category.CALL],
-        [Category.RANGE],
-    )
+    kernels, copies, calls, ranges = events.batches(*_BATCHES)
     is_of_host = not len(kernels) and not len(copies)
     collectives = events.collectives()
     session = _Session(path, calls, ranges, collectives)
@@ -199,7 +203,7 @@ class _Session:
     def work(self, batch: EventBatch, names: Sequence[str]) -> DeviceWork:
         """The device's work, under these names."""
         args = [event.args for event in batch.events]
-        correlation = self._ints(batch, [a.correlation for a in args])
+        correlation = self._ints(batch, [arg.correlation for arg in args])
         launched_by = self._process(correlation) if len(batch) else 0
         process = np.full(len(batch), launched_by, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
@@ -211,22 +215,22 @@ class _Session:
         return DeviceWork(
             name=name,
             process=process,
-            device=self._ints(batch, [a.ran_on for a in args]),
-            stream=self._ints(batch, [a.stream for a in args]),
+            device=self._ints(batch, [arg.ran_on for arg in args]),
+            stream=self._ints(batch, [arg.stream for arg in args]),
             start_ns=batch.start_ns,
             end_ns=batch.end_ns,
             is_in_graph=np.append(is_graph, False)[launch["call"]],
-            mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
+            mark=self._marks([(arg.name, arg.autograd_phase) for arg in args]),
             message=self._messages(args),
             **launch,
         )
 
-    def _marks(self, names: Sequence[object], phases: Sequence[object]) -> Ints:
+    def _marks(self, named: Sequence[tuple[object, object]]) -> Ints:
         """The row of a range for each marked kernel, -1 for others; each name gets one range of
-        no time at the end.
+        no time at the end. `named` has the mark's name and phase of autograd for each kernel.
         """
-        texts = [""] * len(names)
-        for index, (name, phase) in enumerate(zip(names, phases, strict=True)):
+        texts = [""] * len(named)
+        for index, (name, phase) in enumerate(named):
             if isinstance(name, str) and name:
                 texts[index] = f"{name} ({phase})" if isinstance(phase, str) else name
         marks = [text for text in dict.fromkeys(texts) if text]

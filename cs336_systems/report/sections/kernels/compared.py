@@ -184,7 +184,7 @@ def module_amounts(profile: StepProfile) -> dict[str, Amount]:
 
 def kernels_of(profile: StepProfile) -> dict[str, KernelTimes]:
     """The kernels of the whole step by name."""
-    return {kernel.name: kernel for kernel in profile.kernels if kernel.phase is None}
+    return {kernel.name: kernel for kernel in profile.kernels_of(None)}
 
 
 def kernel_amounts(profile: StepProfile) -> dict[str, Amount]:

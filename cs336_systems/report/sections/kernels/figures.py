@@ -60,7 +60,7 @@ def us(time_s: float) -> str:
 def in_use(profile: StepProfile) -> set[Remedy]:
     """What the file shows that the program does already, or has no use for."""
     seen = set()
-    kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
+    kernels = profile.kernels_of(None)
     if profile.is_compiled or any(is_generated(kernel.name) for kernel in kernels):
         seen.add(Remedy.COMPILE)
     kinds = {kernel.kind for kernel in kernels}
@@ -91,7 +91,7 @@ class Figures:
         self.span, self.kernel_s = entry.span(), kernel_s(profile)
         self.step_s = self.span.whole_s
         # of the whole step; rows with a phase have the same launches again
-        self.kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
+        self.kernels = profile.kernels_of(None)
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
         self.has_backward = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
         self.in_use: Collection[Remedy] | None = None
@@ -118,7 +118,8 @@ class Figures:
         number = significant(per_step, 3) if per_step % 1 else f"{per_step:,.0f}"
         if per_step == 1:
             return f"{number} {noun}"
-        return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+        plural = "es" if noun.endswith("ch") else "s"
+        return f"{number} {noun}{plural}"
 
     def advice(self, *candidates: Remedy) -> str:
         """The flags of the ways that are open to the run, with the most that each gains, in

@@ -17,7 +17,7 @@ from ...charts import Drawing, Picture
 from ...columns import Column, Row, column, columns_of
 from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
-from ...section import Section, Table, findings_table, labels, make_table, with_note
+from ...section import Section, Table, all_tables, findings_table, labels, make_table, with_note
 from ...words import percent, ratio, rounded
 from ..plugged import added_sections
 from .bars import communication_chart, configuration_chart
@@ -39,7 +39,7 @@ def tables_of(entries: Sequence[Explained]) -> list[Table]:
     if not entries:
         return []
     sections = [*(make(entries) for make in PRINTED), *added_sections(Explained, entries)]
-    return _noted_once(table for section in sections for table in section.tables)
+    return _noted_once(all_tables(sections))
 
 
 def answer_of(entry: Explained) -> list[str]:
@@ -246,7 +246,7 @@ def kernels_section(profile: StepProfile, top: int) -> Section:
 
 def _kernel_rows(profile: StepProfile, phase: LaunchPhase | None) -> list[Row]:
     """A row for each kernel of the phase, or of the whole step."""
-    kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+    kernels = profile.kernels_of(phase)
     total_s = added(kernels).total_s
     # without the picture, a link to a kernel's launches in it would lead nowhere
     drawn = profile.pictured if _has_timeline(profile) else None

@@ -277,13 +277,13 @@ class _Findings(Verdict):
         unknown_s = added(kernels).total_s
         if matters(unknown_s, MIN_SHARE, self.kernel_s):
             longest, *others = kernels
+            called = self.count(longest.count, "launch" if self.on_device else "call")
             more = ""
             if others:
                 more = f"; {len(others)} more such have {self.ms(added(others).total_s)}"
             text = (
                 f"The {self.item} {label(longest.short_name)}, of a kind that no rule knows, takes "
-                f"{self.of_work(longest.total_s)}: {self.ms(longest.total_s)} in "
-                f"{self.count(longest.count, 'launch' if self.on_device else 'call')}{more}."
+                f"{self.of_work(longest.total_s)}: {self.ms(longest.total_s)} in {called}{more}."
             )
             yield self.finding("unknown kernels", text, unknown_s, kernel_s=unknown_s)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from ....analysis.kernels.calls import ApiCallKind
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase, PhaseSource
-from ....analysis.kernels.step_profile import HostCalls, IdleCause, KernelTimes, Work
+from ....analysis.kernels.step_profile import HostCalls, IdleCause, KernelTimes, StepProfile, Work
 from ....analysis.remedies import Remedy
 from .entry import Explained
 from .sums import added, collectives_s, copies_alone_s, idle, kernel_s, total
@@ -69,8 +69,7 @@ def gain_s(entry: Explained, remedy: Remedy) -> float:
         device_s = collectives_s(profile, exposed=True)
         return at_most_s(entry, device_s=device_s, host_s=added(late).total_s)
     if remedy is Remedy.TF32:
-        kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
-        full = (kernel for kernel in kernels if is_full_precision(kernel))
+        full = filter(is_full_precision, profile.kernels_of(None))
         return at_most_s(entry, device_s=added(full).total_s)
     if remedy is Remedy.ATTENTION:
         return entry.span().whole_s
@@ -83,12 +82,16 @@ def data_gain_s(entry: Explained) -> float:
     How long the host waits for other processes that load depends on how long it takes for the
     rest of the step, which a profiler makes longer; so only what it loads itself is a bound.
     """
-    waits = (gap for gap in entry.profile.gaps if gap.cause is IdleCause.DATA)
-    name = next((gap.host_range for gap in waits if gap.host_range), "")
     host_s = entry.span().profiled_s
-    if LOADS_ITSELF in name:
+    if LOADS_ITSELF in range_of_data(entry.profile):
         host_s = _data_s(entry)
     return at_most_s(entry, host_s=host_s)
+
+
+def range_of_data(profile: StepProfile) -> str:
+    """The range of the longest wait for data that has one; empty if none has."""
+    waits = (gap for gap in profile.gaps if gap.cause is IdleCause.DATA)
+    return next((gap.host_range for gap in waits if gap.host_range), "")
 
 
 def calls_gain_s(entry: Explained, calls: Iterable[HostCalls]) -> float:

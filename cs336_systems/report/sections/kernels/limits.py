@@ -10,7 +10,7 @@ from ...section import Finding
 from ...words import label, percent_of
 from .entry import Explained
 from .figures import MIN_SHARE, Figures, us
-from .gains import LOADS_ITSELF, copies_gain_s
+from .gains import LOADS_ITSELF, copies_gain_s, range_of_data
 from .sums import added, collectives_s, copies_alone_s, idle, total
 
 MIN_LATE_SHARE = 0.2
@@ -237,8 +237,7 @@ class Verdict(Figures):
 
     def loading(self) -> str:
         """How long the GPU waits for a batch, in which range, and what helps."""
-        waits = [gap for gap in self.profile.gaps if gap.cause is IdleCause.DATA]
-        name = next((gap.host_range for gap in waits if gap.host_range), "")
+        name = range_of_data(self.profile)
         where, remedy = label(name), "load the next batch while the step before computes"
         if name.startswith(_LOADER):
             where = f"DataLoader.{name.rpartition('.')[2]}"

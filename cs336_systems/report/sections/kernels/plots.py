@@ -107,7 +107,8 @@ def _title(profile: StepProfile, step: PicturedStep) -> str:
     """What is pictured, how long it lasts and how busy a GPU was in it."""
     is_gpu = profile.work is Work.KERNELS
     what = "The whole trace" if profile.is_whole_trace else "One profiled step"
-    title = f"{what} on the {'GPU' if is_gpu else 'CPU'}: {significant(step.wall_s * 1e3, 3)} ms"
+    where = "GPU" if is_gpu else "CPU"
+    title = f"{what} on the {where}: {significant(step.wall_s * 1e3, 3)} ms"
     if is_gpu and step.wall_s:
         busy_s = sum(times.busy_s[step.step] for times in profile.phases)
         title += f", {100 * busy_s / step.wall_s:.0f} % busy"

@@ -169,7 +169,8 @@ def _by_clock(entry: Explained, name: str, wall_ms: float) -> Row:
 def _of_one_trace(profile: StepProfile) -> Iterator[str]:
     """The step by the host's clock, and what the file lacks."""
     mean_ms, std_ms = mean_std_ms([profile.step_s])
-    yield f"The step by the host's clock: {mean_and_std(mean_ms, std_ms) if mean_ms else '0'} ms."
+    time_ms = mean_and_std(mean_ms, std_ms) if mean_ms else "0"
+    yield f"The step by the host's clock: {time_ms} ms."
     yield from profile.notes
 
 
@@ -321,7 +322,7 @@ def _top_kernels(entry: Explained) -> Iterator[Row]:
     """The row of the longest kernel of forward and of the step, where they have kernels."""
     profile = entry.profile
     for where, phase in ((LaunchPhase.FORWARD, LaunchPhase.FORWARD), (WHOLE_STEP, None)):
-        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+        kernels = profile.kernels_of(phase)
         for kernel in kernels[:1]:
             yield {
                 "of": where,

@@ -119,16 +119,8 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[Finding]:
     failure, count = profile.work.first_failure, profile.work.out_of_memory
     if failure is None:
         return
-    first = [f"GPU {profile.device} ran out of memory {counted(count, 'time')}"]
-    moment = when(failure)
-    if count > 1:
-        moment = f"first {moment}".strip()
-    if moment:
-        first.append(moment)
-    if made := made_at(failure):
-        first.append(f"at {made}")
     text = (
-        f"{', '.join(first)}, after {failure.event:,} of "
+        f"{_first_failure(profile, failure)}, after {failure.event:,} of "
         f"{counted(profile.work.events, 'event')}: {size(failure.requested_bytes)} were asked for "
         f"and {size(failure.free_bytes)} were free on the device."
     )
@@ -159,6 +151,20 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[Finding]:
     yield Finding(code="out of memory", text=text, numbers=numbers)
 
 
+def _first_failure(profile: MemoryProfile, failure: FailedRequest) -> str:
+    """How often memory ran out, and when and at which code first, without a full stop."""
+    count = profile.work.out_of_memory
+    parts = [f"GPU {profile.device} ran out of memory {counted(count, 'time')}"]
+    moment = when(failure)
+    if count > 1:
+        moment = f"first {moment}".strip()
+    if moment:
+        parts.append(moment)
+    if made := made_at(failure):
+        parts.append(f"at {made}")
+    return ", ".join(parts)
+
+
 def _from_driver(failure: FailedRequest, is_expandable: bool) -> int:
     """What the allocator asks of the driver for a request: a segment, or pages of one."""
     if is_expandable and failure.requested_bytes > SMALL_BYTES:
@@ -168,13 +174,18 @@ def _from_driver(failure: FailedRequest, is_expandable: bool) -> int:
 
 def _pool_words(failure: FailedRequest) -> str:
     """A sentence on what was reserved then, by pool and kind of segment, the largest first."""
-    reserved, num_private = Counter[str](), len({pool.pool for pool in failure.pools if pool.pool})
+    num_private = len({pool.pool for pool in failure.pools if pool.pool})
+    reserved = Counter[str]()
     for pool in failure.pools:
-        name = "segments freed since, whose pool is not seen"
-        if pool.pool is not None:
-            kind = "expandable" if pool.is_expandable else "small" if pool.is_small else "large"
-            name = f"{kind} segments of "
-            name += counted(num_private, "private pool") if pool.pool else "the shared pool"
+        kind = "small" if pool.is_small else "large"
+        if pool.is_expandable:
+            kind = "expandable"
+        if pool.pool is None:
+            name = "segments freed since, whose pool is not seen"
+        elif pool.pool:
+            name = f"{kind} segments of {counted(num_private, 'private pool')}"
+        else:
+            name = f"{kind} segments of the shared pool"
         reserved[name] += pool.reserved_bytes
     parts = [f"{size(num_bytes)} in {name}" for name, num_bytes in reserved.most_common()]
     if not parts:

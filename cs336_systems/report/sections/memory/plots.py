@@ -1,5 +1,6 @@
 """The picture of memory: one profile over time."""
 
+import math
 from bisect import bisect_left
 from itertools import groupby
 from typing import Any
@@ -25,9 +26,18 @@ HEADROOM = 1.05
 """Upper end of the scale over the highest value."""
 VISIBLE = 1 / 500
 """Smallest part of the highest value with which a category is in the legend."""
+LEGEND_COLUMNS = 3
 LONGEST_NAME = 34
 TICKS_APART = 0.07
 """Smallest distance of two ticks, as a part of the panel's width."""
+PEAK: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 4.5,
+    "color": "#222222",
+    "markeredgecolor": "white",
+    "clip_on": False,
+    "zorder": 6,
+}
 RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (0, (5, 2))}
 
 
@@ -39,22 +49,20 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     waiting for the GPU would take most of the width. `name` of the run is the title; `settings`
     replace the name of the file.
     """
-    timeline, peak = profile.timeline, by_category(profile.peak)
-    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
+    timeline, peak = profile.timeline, profile.peak
     by_time = np.array(timeline.num_bytes, np.int64).reshape(-1, len(timeline.reserved_bytes))
     allocated_bytes = by_time.sum(axis=0)
-    highest_bytes = max(
-        profile.peak.allocated_bytes, int(allocated_bytes.max()), *timeline.reserved_bytes
-    )
-    rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
-    shown = [category for category, values in rows.items() if max(values) > VISIBLE * highest_bytes]
+    highest_bytes = max(peak.allocated_bytes, int(allocated_bytes.max()), *timeline.reserved_bytes)
+    handles = _legend(profile, highest_bytes)
+    legend_rows = math.ceil(len(handles) / LEGEND_COLUMNS)
+    title = shorten(name, LONGEST_NAME) or "Memory over time"
     failed = ", out of memory" if profile.work.out_of_memory else ""
+    source = settings or shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
     figure = draw.new_figure(
         6.5,
-        3.9 + 0.19 * -(-(len(shown) + 1) // 3),
-        f"{shorten(name, LONGEST_NAME) or 'Memory over time'}: peak "
-        f"{size(profile.peak.allocated_bytes)}{failed}",
-        ", ".join([settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]),
+        3.9 + 0.19 * legend_rows,
+        f"{title}: peak {size(peak.allocated_bytes)}{failed}",
+        f"{source}, GPU {profile.device}, legend: sizes at the peak",
     )
     panel, unit = figure.subplots(), unit_for(highest_bytes)
     _draw_areas(panel, profile, unit)
@@ -63,27 +71,27 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     draw.style(panel)
     _mark_phases_and_failure(panel, profile)
-    panel.plot(
-        int(allocated_bytes.argmax()),
-        profile.peak.allocated_bytes / unit.num_bytes,
-        marker="o",
-        markersize=4.5,
-        color="#222222",
-        markeredgecolor="white",
-        clip_on=False,
-        zorder=6,
-    )
+    peak_point = int(allocated_bytes.argmax()), peak.allocated_bytes / unit.num_bytes
+    panel.plot(*peak_point, **PEAK)
     _name_phases(panel, profile)
     _mark_times(panel, profile)
-    handles: list[Patch | Line2D] = [
-        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(peak[category])}")
-        for category in shown
-    ]
-    handles.append(
-        Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED)
-    )
-    draw.legend_below(figure, handles, 3)
+    draw.legend_below(figure, handles, LEGEND_COLUMNS)
     return figure
+
+
+def _legend(profile: MemoryProfile, highest_bytes: int) -> list[Patch | Line2D]:
+    """Handles for the categories that can be seen below `highest_bytes`, and for what is reserved,
+    each with its size at the peak.
+    """
+    timeline, at_peak = profile.timeline, by_category(profile.peak)
+    handles: list[Patch | Line2D] = []
+    for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
+        if max(values) > VISIBLE * highest_bytes:
+            label = f"{category}, {size(at_peak[category])}"
+            handles.append(Patch(color=CATEGORY_COLOURS[category], label=label))
+    label = f"reserved, {size(profile.peak.reserved_bytes)}"
+    handles.append(Line2D([], [], label=label, **RESERVED))
+    return handles
 
 
 def _mark_phases_and_failure(panel: Axes, profile: MemoryProfile) -> None:

@@ -31,6 +31,7 @@ from ...identity import file_names
 from ...section import (
     Section,
     Table,
+    all_tables,
     findings_table,
     known,
     labels,
@@ -338,11 +339,16 @@ def blocks(profile: MemoryProfile) -> Section:
         }
         for block in profile.blocks
     ]
+    return Section(name="blocks", tables=(_saved_table(profile),), rows=rows)
+
+
+def _saved_table(profile: MemoryProfile) -> Table:
+    """The largest tensors that a typical block saves for backward."""
     block = typical(profile.blocks)
-    tensors = [
-        _tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)}
-        for saved in block.saved
-    ]
+    tensors = []
+    for saved in block.saved[:NUM_CONTRIBUTORS]:
+        share = ratio(saved.num_bytes, block.saved_bytes)
+        tensors.append(_tensor(saved) | {"share": share})
     shown = columns_of(
         in_unit("bytes", MIB_CELL),
         "share",
@@ -350,18 +356,18 @@ def blocks(profile: MemoryProfile) -> Section:
         column("shape_and_type", drop_order=3),
     )
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
+    of_all = counted(len(profile.blocks), "block")
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in "
-        f"{alike} of {counted(len(rows), 'block')}; parameters {size(block.parameter_bytes)}, "
-        f"gradients {size(block.gradient_bytes)}. Each block is in blocks.csv."
+        f"{alike} of {of_all}; parameters {size(block.parameter_bytes)}, gradients "
+        f"{size(block.gradient_bytes)}. Each block is in blocks.csv."
     ]
     if again := block.recomputed_bytes:
         notes.append(
             f"Of these, {size(again)} are not kept from forward on: backward computes them again."
         )
     title = f"Largest tensors that {label(block.name)} saves for backward"
-    table = make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes)
-    return Section(name="blocks", tables=(table,), rows=rows)
+    return make_table(title, shown, tensors, notes)
 
 
 def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
@@ -389,7 +395,7 @@ def memory_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
         return []
     entries = _in_order(entries)
     sections = [peaks(entries), *added_sections(MemoryEntry, entries)]
-    return [table for section in sections for table in section.tables]
+    return all_tables(sections)
 
 
 def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
@@ -400,7 +406,7 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     further = findings_table([finding for finding in findings(profile) if finding not in said])
     sections = [boundaries(alone), largest(alone, top), blocks(profile)]
     sections += added_sections(MemoryEntry, alone)
-    tables = [further, *(table for section in sections for table in section.tables)]
+    tables = [further, *all_tables(sections)]
     return [table for table in tables if table.rows]
 
 

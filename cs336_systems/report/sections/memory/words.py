@@ -56,7 +56,8 @@ def size(num_bytes: int) -> str:
     """
     for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:,.{1 if abs(num_bytes) >= 100 * unit else 2}f} {name}"
+            digits = 1 if abs(num_bytes) >= 100 * unit else 2
+            return f"{num_bytes / unit:,.{digits}f} {name}"
     return counted(num_bytes, "byte")
 
 
