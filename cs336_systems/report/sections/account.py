@@ -54,8 +54,8 @@ BALANCED = (
     "other."
 )
 NOT_SEARCHED = (
-    "Of a compiled step the largest batch and the longest context are not searched: the compiler "
-    "chooses kernels by sizes, so that each would be compiled, about half a minute."
+    "Each batch that was tried was compiled, and the longest context of a compiled step is not "
+    "searched: it would take minutes more."
 )
 
 
@@ -652,16 +652,21 @@ def _fit(config: RunConfig, memory_bytes: int) -> Row:
 
 def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
     """Whether the configuration fits, the largest batch and the longest context."""
-    fit = _fit(config, memory_bytes)
-    longest = fit["longest_context_length"]
+    answers = _fit(config, memory_bytes)
+    longest = answers["longest_context_length"]
     rows = [
-        ("this configuration", {True: "fits", False: "does not fit", None: None}[fit["fits"]]),
-        (f"largest batch at context {config.model.context_length:,}", fit["largest_batch_size"]),
+        ("this configuration", {True: "fits", False: "does not fit", None: None}[answers["fits"]]),
+        (
+            f"largest batch at context {config.model.context_length:,}",
+            answers["largest_batch_size"],
+        ),
         (f"longest context at batch {config.batch_size:,}", longest),
     ]
     notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
-    if is_compiled(config):
-        notes.append(why_not_foretold(config) or NOT_SEARCHED)
+    if reason := fit.why_not_searched(config):
+        notes.append(f"The largest batch is not foretold: {reason}.")
+    elif is_compiled(config):
+        notes.append(NOT_SEARCHED)
     if longest is not None:
         longer = replace(config, model=replace(config.model, context_length=longest + 1))
         if reason := why_untraced(longer):
