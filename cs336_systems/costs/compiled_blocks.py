@@ -113,7 +113,7 @@ def _with_copies(tape: Tape, casts: Counter[tuple[str, ...]], blocks: int) -> Ta
             kept.setdefault(_sides(shape), []).append(handle)
     kinds, tensors = [*tape.kinds], [*tape.tensors]
     for sides, handles in kept.items():
-        of_block = len(handles) // blocks
+        of_block = max(1, len(handles) // blocks)
         number = len(kinds)
         kinds.append((Category.WEIGHT_COPIES, "cast", " ".join(sides), HALF_BYTES, ""))
         for place, handle in enumerate(handles):
