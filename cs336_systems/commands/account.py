@@ -128,6 +128,8 @@ class AccountArguments(flags.Flags, ForecastArguments):
     default; computing them needs no GPU, and torch only for steps whose trace does not come with
     the program. For a compiled one inductor compiles a few blocks for a GPU that is not there,
     which takes about half a minute; FLOPs and bytes by part stay those of the eager step.
+    With --fit each batch that is tried is compiled, which takes minutes the first time, and the
+    longest context is not searched.
     Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
     are those of one rank: the one that keeps most.
     """
@@ -140,7 +142,7 @@ class AccountArguments(flags.Flags, ForecastArguments):
     """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
     fit: flags.Switch = False
-    """Say the largest batch, and the longest context, that fit."""
+    """Say the largest batch, and the longest context, that fit; of a compiled step the batch."""
     memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
     smallest; of a GPU that is not here, that of its data sheet.

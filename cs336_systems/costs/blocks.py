@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..config import RunConfig
+from .compiled import uncompiled
 from .depth import kinds_of_blocks, of_depth
 from .shards import Parameter, is_block, parameters_of
 from .tape import OperationKind
@@ -45,7 +46,7 @@ def blocks_of_model(config: RunConfig) -> Blocks:
 @lru_cache(maxsize=4096)
 def plain_model(config: RunConfig) -> RunConfig:
     """A step of one sequence on one process, whose tapes have the same parameters."""
-    alone = as_costed(config.alone)
+    alone = uncompiled(as_costed(config.alone))
     return replace(alone, batch_size=1, accumulate_steps=1, checkpoint_blocks=0)
 
 

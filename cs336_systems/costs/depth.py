@@ -99,7 +99,13 @@ def _step_by_depth(one: RunConfig, kind: int) -> StepByDepth:
     for config in (one, two):
         if not has_tape(config):
             raise DepthError(why_untraced(config) or "the step of one block cannot be traced")
-    shallow, deeper = tape_of(one), tape_of(two)
+    return step_of_tapes(tape_of(one), tape_of(two), kind)
+
+
+def step_of_tapes(shallow: Tape, deeper: Tape, kind: int = 0) -> StepByDepth:
+    """The step of which these are the tapes of one block and of two, the second of this kind; raise
+    DepthError if they differ in more than one block.
+    """
     launches: dict[Phase, Repeated[OperationKey]] = {}
     changes: dict[Phase, Repeated[Change]] = {}
     live_of_one: dict[Phase, Counter[TensorKey]] = {}

@@ -5,13 +5,14 @@ whether this machine has the memory for a run on the CPU.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from sys import maxsize
 
 from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
-from .compiled import NotForetoldError, compiled_tape
-from .memory import is_predictable, is_predictable_fast, placed, predict_memory
+from .compiled import NotForetoldError, compiled_tape, why_not_foretold
+from .memory import is_predictable, is_predictable_fast, placed, predict_memory, why_not_predicted
 from .shards import FP32_BYTES
 from .tape import Tape, interpolated
 from .traces import is_compiled, tape_of, trace_missing
@@ -32,6 +33,8 @@ INTERPOLATED = 12
 """Number of traced steps after which the search no longer interpolates between them, as the model's
 tensors do not grow evenly.
 """
+HasRoom = Callable[[Tape], bool]
+"""Says whether the tensors of a step fit the memory."""
 
 
 def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
@@ -92,18 +95,27 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     fragmentation and needs no margin. How segments grow (`expandable_segments`) is not simulated:
     then only what has no room without any loss is known not to fit.
     """
+    tape = _step_tape(config)
+    if tape is None:
+        return None
     room_bytes = memory_bytes - outside_bytes(config)
-    if is_compiled(config):
-        with suppress(NotForetoldError):
-            return _fits(compiled_tape(config), room_bytes, is_graphed=config.cuda_graph)
-        return None
-    if not (is_predictable(config) or is_predictable_fast(config)):
-        return None
-    if config.expandable_segments:
+    if config.expandable_segments and not is_compiled(config):
         prediction = predict_memory(config)
         is_too_much = prediction is not None and prediction.peak.allocated_bytes > room_bytes
         return False if is_too_much else None
-    return _fits(tape_of(config), room_bytes, is_graphed=config.cuda_graph)
+    return _fits(tape, room_bytes, is_graphed=config.cuda_graph)
+
+
+def _step_tape(config: RunConfig) -> Tape | None:
+    """The tape of the very step, compiled or not, which is traced if need be; None where its
+    memory is not predicted.
+    """
+    if is_compiled(config):
+        with suppress(NotForetoldError):
+            return compiled_tape(config)
+        return None
+    is_known = is_predictable(config) or is_predictable_fast(config)
+    return tape_of(config) if is_known else None
 
 
 def _fits(tape: Tape, room_bytes: int, *, is_graphed: bool = False) -> bool:
@@ -117,9 +129,18 @@ def _fits(tape: Tape, room_bytes: int, *, is_graphed: bool = False) -> bool:
     return True
 
 
+def why_not_searched(config: RunConfig) -> str:
+    """Why neither the largest batch nor the longest context of a step is searched; empty if both
+    are.
+    """
+    if config.expandable_segments:
+        return "how segments of memory expand is not simulated"
+    return why_not_foretold(config) if is_compiled(config) else why_not_predicted(config)
+
+
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
     """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not
-    predicted, nor of a compiled step, as each size would be compiled.
+    predicted. Of a compiled step, and of a fast one, each size that is tried is traced.
     """
     return _largest(lambda size: replace(config, batch_size=size), config.batch_size, memory_bytes)
 
@@ -128,8 +149,11 @@ def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
     """The longest context that `fits`, at the configuration's batch size; 0 and None as in
     largest_batch.
 
-    A user's own model may take no longer one: then `why_untraced` says why of the next.
+    A user's own model may take no longer one: then `why_untraced` says why of the next. None of a
+    compiled step, as it takes twice as many tries as the largest batch, each of half a minute.
     """
+    if is_compiled(config):
+        return None
     model = config.model
     return _largest(
         lambda length: replace(config, model=replace(model, context_length=length)),
@@ -145,31 +169,39 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
     `config_of` makes the configuration of a number, and `asked` is the user's own number. A tape
     with named axes serves all sizes, so that it is searched; else each size is traced.
     """
-    if not is_predictable(config_of(asked)):
+    config = config_of(asked)
+    if config.expandable_segments or (tape := _step_tape(config)) is None:
         return None
-    room_bytes = memory_bytes - outside_bytes(config_of(asked))
-    if tape_of(config_of(asked)).axes:
+    room_bytes = memory_bytes - outside_bytes(config)
+    if tape.axes:
         return last_that_fits(lambda number: tape_of(config_of(number)), room_bytes)
-    return _last_traced(config_of, asked, room_bytes)
+    has_room = partial(_fits, room_bytes=room_bytes, is_graphed=config.cuda_graph)
+    return _last_traced(config_of, asked, has_room)
 
 
 def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
     """The last number whose tape fits, or 0; `tape_at` raises ValueError for numbers that are too
     large.
+    """
+    return _last_with_room(tape_at, partial(_fits, room_bytes=room_bytes))
+
+
+def _last_with_room(tape_at: Callable[[int], Tape], has_room: HasRoom) -> int:
+    """The same, where `has_room` says whether a tape fits.
 
     More may fit where less does not, because tensors of other sizes leave other gaps. So a few
     numbers beyond the first that does not fit are tried too.
     """
 
-    def has_room(number: int) -> bool:
+    def fits_at(number: int) -> bool:
         """Whether the step of this size fits; False where the size cannot be traced."""
         with suppress(ValueError):
-            return _fits(tape_at(number), room_bytes)
+            return has_room(tape_at(number))
         return False
 
-    last = last_number(has_room)
+    last = last_number(fits_at)
     further = range(last + 2, last + 2 + FURTHER) if last else ()
-    return max([last, *filter(has_room, further)])
+    return max([last, *filter(fits_at, further)])
 
 
 def last_number(has_room: Callable[[int], bool]) -> int:
@@ -186,7 +218,7 @@ def last_number(has_room: Callable[[int], bool]) -> int:
     return below
 
 
-def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: int) -> int:
+def _last_traced(config_of: Callable[[int], RunConfig], asked: int, has_room: HasRoom) -> int:
     """The last number whose step is traced and fits, where the next one is traced too, and does not
     fit or fails.
 
@@ -197,16 +229,18 @@ def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: 
     while above - below > 1:
         above_before, above = above, number
         with suppress(ValueError):  # of a step that no configuration may have
-            trace_missing([config_of(number)])
-            if is_predictable(config_of(number)):
-                tapes[number] = tape_of(config_of(number))
-                if _fits(tapes[number], room_bytes):
+            config = config_of(number)
+            if not is_compiled(config):
+                trace_missing([config])
+            if (tape := _step_tape(config)) is not None:
+                tapes[number] = tape
+                if has_room(tape):
                     below, above = number, above_before
-        number = _next_to_trace(tapes, below, above, room_bytes)
+        number = _next_to_trace(tapes, below, above, has_room)
     return below
 
 
-def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes: int) -> int:
+def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, has_room: HasRoom) -> int:
     """The number whose step the search for the largest that fits traces next.
 
     It lies between `below`, which fits, and `above`, which does not. It is the largest number that
@@ -231,6 +265,6 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
             raise ValueError("too far from the traced ones")
         return interpolated(recent, number)
 
-    estimate = last_that_fits(tape_at, room_bytes)
+    estimate = _last_with_room(tape_at, has_room)
     # if `below` itself is the estimate, the next number is traced to confirm that it does not fit
     return max(estimate, below + 1) if below <= estimate < above else round_number

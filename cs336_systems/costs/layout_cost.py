@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config import Attention, Mode, OptimizerKind, Phase, Precision, RunConfig
+from ..config import Attention, CompileMode, Mode, OptimizerKind, Phase, Precision, RunConfig
 from .accounting import step_flops
 from .blocks import blocks_of_model
+from .compiled import uncompiled
 from .curves import Curves
 from .depth import DepthError, of_depth, step_by_depth
 from .layout import Layout, misfit, rank_layouts
@@ -19,7 +20,13 @@ from .ranks_time import Links
 from .recipes import Recipe
 from .tape import Names, OperationKey, OperationMaker
 from .time import flops_of
-from .traces import axes, why_untraced
+from .traces import axes, is_compiled, why_untraced
+
+HOST_OF_BLOCK_S = {Phase.FORWARD: 2.1e-3, Phase.BACKWARD: 3.3e-3}
+"""Longest that the host took for a compiled block, with its guards and its wrappers: xl on two
+H200, whose 48 blocks' kernels take less (data/published/parallel/e2e_benchmark/xl_fast). Without
+FSDP it took 1.1 and 2.4 ms.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +62,29 @@ def layout_cost(
     peak_bytes = layout_bytes(config, layout, links)
     if isinstance(peak_bytes, str):
         return peak_bytes
+    time = layout_time(Rank(config=config, layout=layout), curves, links)
+    if reason := _why_host_decides(config, time):
+        return reason
     return LayoutCost(
         layout=layout,
-        time=layout_time(Rank(config=config, layout=layout), curves, links),
+        time=time,
         peak_bytes=peak_bytes,
         flops=layout.global_batch * sequence_flops(config),
     )
+
+
+def _why_host_decides(config: RunConfig, time: LayoutTime) -> str:
+    """Why the time of a step of compiled blocks is not foretold; empty if it is."""
+    if not is_compiled(config):
+        return ""
+    for phase, host_s in HOST_OF_BLOCK_S.items():
+        if time.shortest_block_s[phase] < host_s:
+            return (
+                f"a compiled block's {phase} may take the host longer than the GPU, in small "
+                f"micro-batches: up to {1e3 * host_s:.1f} ms were measured with FSDP, and how long "
+                "it takes is not foretold"
+            )
+    return ""
 
 
 def layout_bytes(config: RunConfig, layout: Layout, links: Links) -> int | str:
@@ -128,8 +152,21 @@ def why_refused(config: RunConfig) -> str:
     is_fused = config.model_factory is not None or config.model.attention is Attention.SDPA
     if config.optimizer is not OptimizerKind.FUSED or not is_fused:
         return "layouts are foretold for the fused optimizer and fused attention"
+    if reason := _why_not_compiled(config):
+        return reason
     if config.precision is Precision.FP16:
         return "precision fp16 has a gradient scaler that waits for the device; use bf16"
+    return ""
+
+
+def _why_not_compiled(config: RunConfig) -> str:
+    """Why no layout of compiled blocks is foretold; empty if layouts are, or are eager."""
+    if config.compile is CompileMode.NONE:
+        return ""
+    if config.compile is not CompileMode.DEFAULT:
+        return f"only --compile default is foretold, and --compile {config.compile} is asked for"
+    if not config.compile_blocks:
+        return "ranks compile blocks one by one, and not the whole model: add --compile-blocks"
     return ""
 
 
@@ -137,9 +174,9 @@ def why_unknown(config: RunConfig) -> str:
     """Why no layout of a step is foretold; empty if layouts are."""
     if reason := why_refused(config):
         return reason
-    if config != config.without_shortcuts:
+    if uncompiled(config) != config.without_shortcuts:
         return "layouts are foretold of steps without shortcuts"
-    one = of_depth(config.alone, 1)
+    one = uncompiled(of_depth(config.alone, 1))
     if not is_predictable(one):
         return why_untraced(one) or "the step has settings whose memory is not foretold"
     return ""

@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from ..config import Parallel, Phase, RunConfig
 from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameters, plain_model
-from .depth import Change, StepByDepth, of_depth, step_by_depth
+from .compiled_blocks import rank_step, stream_width
+from .depth import Change, StepByDepth, of_depth
 from .layout import SELECTIVE, Layout
 from .memory import rounded_bytes
 from .rank_operations import rank_operations
@@ -21,7 +22,7 @@ from .recipes import cast_bytes
 from .selective import kept_bytes
 from .shards import FP32_BYTES, LOOKUP, REST, Parameter, Unit, factor_bytes
 from .tape import Category, Names, Operation, TensorKey
-from .traces import axes
+from .traces import axes, is_compiled
 
 MATRICES = (
     Category.PARAMETERS,
@@ -74,13 +75,23 @@ class Rank:
     def steps(self) -> tuple[StepByDepth, ...]:
         """What the rank does in a step, for each kind of blocks."""
         kinds = range(max(self.model.kinds) + 1)
-        return tuple(step_by_depth(self.alone, kind) for kind in kinds)
+        casts: tuple[str, ...] = ()
+        if self.layout.shards > 1 and factor_bytes(self.config.precision) != FP32_BYTES:
+            matrices = [one for one in block_parameters(self._plain, 0) if one.is_matrix]
+            casts = tuple(" ".join(map(str, one.shape)) for one in matrices)
+        return tuple(rank_step(self.alone, kind, casts) for kind in kinds)
+
+    @property
+    def vocabulary(self) -> str:
+        """The side of matrices that is the vocabulary, in formulas of the rank's tapes."""
+        config = self.config
+        return str(config.model.vocab_size) if is_compiled(config) else self.model.vocabulary
 
     def operations(self, kind: int) -> list[Operation]:
         """The operations of a block's forward pass of this kind."""
         keys = self.steps[kind].launches[Phase.FORWARD].block
         layout = self.layout
-        width = "d_model" if self.alone.model_factory is None else str(self.model.d_model)
+        width = stream_width(self.alone, self.model.d_model)
         return rank_operations(
             keys, self.names, layout.tensor, layout.context, layout.expert, width
         )
@@ -315,9 +326,7 @@ class StageMemory:
             for parameter in block_parameters(plain_model(rank.config), kind):
                 if parameter.has_experts:
                     stacks.add(" ".join(map(str, parameter.shape)))
-        self._traits, self._of_tensors = _traits(
-            self._steps, rank.model.vocabulary, frozenset(stacks)
-        )
+        self._traits, self._of_tensors = _traits(self._steps, rank.vocabulary, frozenset(stacks))
         self._sizes = self._rank_sizes()
         # so that the complement of a number gives what is freed
         self._changed = [*self._sizes, *(-size for size in reversed(self._sizes))]

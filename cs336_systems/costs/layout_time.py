@@ -15,8 +15,9 @@ from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
 from .blocks import blocks_of_model
 from .communication import Collective, CollectiveCall, Stage
+from .compiled_blocks import rank_step, stream_width
 from .curves import Curves, interpolated, with_backend
-from .depth import StepByDepth, step_by_depth
+from .depth import StepByDepth
 from .fusion import fused
 from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
@@ -54,6 +55,8 @@ class LayoutTime:
     """Nine of ten such steps take between the time divided and multiplied by this, as far as it
     depends on kernels.
     """
+    shortest_block_s: Mapping[Phase, float]
+    """Kernels of the block that takes least in a micro-batch, by phase."""
 
     @property
     def step_s(self) -> float:
@@ -102,7 +105,7 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         tensor=tensor,
         context=context,
         expert=expert,
-        width="d_model" if alone.model_factory is None else str(model.d_model),
+        width=stream_width(alone, model.d_model),
         factor_bytes=factor_bytes(alone.precision) if layout.shards > 1 else FP32_BYTES,
     )
     if layout.checkpoint == SELECTIVE:  # what runs again is added below
@@ -110,7 +113,7 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     blocks: list[dict[Phase, _Work]] = []
     every: list[Operation] = []
     for kind in range(max(model.kinds) + 1):
-        step = step_by_depth(alone, kind)
+        step = rank_step(alone, kind)
         launched = _launched(step, names, recipe)
         of_phases = {phase: divided(launched[phase], recipe=recipe) for phase in _PHASES}
         if layout.checkpoint == SELECTIVE:
@@ -122,7 +125,7 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
     outside_s = {}
     for phase in _PHASES:
         # what a second block adds to a model of one block, and what that one has besides
-        launched_of_one = step_by_depth(alone).launches[phase]
+        launched_of_one = rank_step(alone).launches[phase]
         of_one = _work(divided(launched_of_one.of_one), context, alone, curves)
         of_block = blocks[0][phase]
         if recipe is not None or layout.checkpoint == SELECTIVE:
@@ -213,7 +216,13 @@ class _LayoutTimer:
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
             spread=exp(hypot(log(self._kernels.spread), log(self._step_spread))),
+            shortest_block_s=self._shortest_block_s(),
         )
+
+    def _shortest_block_s(self) -> dict[Phase, float]:
+        """Kernels of the block that takes least, by phase."""
+        blocks = self._kernels.blocks
+        return {phase: min(block[phase].step_s for block in blocks) for phase in _PHASES}
 
     @property
     def _step_spread(self) -> float:

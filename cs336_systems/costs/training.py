@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..config import RunConfig
+from .compiled_blocks import compile_missing
 from .curves import Curves
 from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from .layout import Layout, layouts
 from .layout_cost import LayoutCost, layout_bytes, layout_cost, least_gpu_s
+from .layout_memory import Rank
 from .ranks_time import Links
 from .recipes import Recipe
 
@@ -138,11 +140,12 @@ def plan_training(training: Training) -> TrainingPlan:
     peaks, reasons = _peaks(training)
     smallest = min(peaks, key=peaks.__getitem__, default=None)
     gpus = None if training.days is None else _gpus_in_days(training)
+    costs, untimed = _fitting(training, peaks)
     return TrainingPlan(
         training=training,
-        front=tuple(pareto(_fitting(training, peaks))),
+        front=tuple(pareto(costs)),
         smallest=None if smallest is None else (smallest, peaks[smallest]),
-        reasons=reasons,
+        reasons=(*reasons, *untimed),
         gpus_in_days=gpus,
     )
 
@@ -150,7 +153,8 @@ def plan_training(training: Training) -> TrainingPlan:
 def _peaks(training: Training) -> tuple[dict[Layout, int], tuple[str, ...]]:
     """Bytes of the fullest rank of all sensible layouts, and the reasons why others have none."""
     peaks, reasons = dict[Layout, int](), dict[str, None]()
-    tried = layouts(training.config, training.gpus, training.sequences, training.links)
+    tried = [*layouts(training.config, training.gpus, training.sequences, training.links)]
+    compile_missing(Rank(config=training.config, layout=layout).alone for layout in tried)
     for tried_layout in tried:
         layout = replace(tried_layout, fp8=training.recipe)
         peak_bytes = layout_bytes(training.config, layout, training.links)
@@ -161,13 +165,22 @@ def _peaks(training: Training) -> tuple[dict[Layout, int], tuple[str, ...]]:
     return peaks, tuple(reasons)
 
 
-def _fitting(training: Training, peaks: Mapping[Layout, int]) -> Iterator[LayoutCost]:
-    """The forecasts of the layouts that fit; the times of others are not asked for."""
+def _fitting(
+    training: Training, peaks: Mapping[Layout, int]
+) -> tuple[list[LayoutCost], tuple[str, ...]]:
+    """The forecasts of the layouts that fit, and the reasons why some of these have no time; the
+    times of others are not asked for.
+    """
+    costs: list[LayoutCost] = []
+    reasons = dict[str, None]()
     for layout, peak_bytes in peaks.items():
         if training.used_bytes(peak_bytes) <= training.memory_bytes:
             cost = layout_cost(training.config, layout, training.curves, training.links)
-            assert isinstance(cost, LayoutCost)
-            yield cost
+            if isinstance(cost, str):
+                reasons[cost] = None
+            else:
+                costs.append(cost)
+    return costs, tuple(reasons)
 
 
 def pareto(costs: Iterable[LayoutCost]) -> Iterator[LayoutCost]:
@@ -191,7 +204,8 @@ def _gpus_in_days(training: Training) -> int | None:
         if asked.steps * asked.sequences * sequence_s > limit_s * gpus:
             continue
         peaks, _ = _peaks(asked)
-        if any(asked.steps * cost.step_s <= limit_s for cost in _fitting(asked, peaks)):
+        costs, _ = _fitting(asked, peaks)
+        if any(asked.steps * cost.step_s <= limit_s for cost in costs):
             return gpus
     return None
 

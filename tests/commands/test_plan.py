@@ -307,6 +307,9 @@ def test_the_derivation_has_a_row_for_each_collective(tmp_path: Path) -> None:
         (["--gpus", "8xH200", "--fp8", "mx"], "--fp8 mx"),
         (["--gpus", "8xA100-SXM4-80GB", "--fp8", "tensor"], "--fp8 tensor"),
         (["--gpus", "8xH200", "--fp8", "tensor", "--precision", "fp32"], "--precision fp32"),
+        (["--gpus", "8xH200", "--compile", "default", "--fp8", "tensor"], "leave --compile out"),
+        (["--gpus", "8xH200", "--compile", "reduce-overhead"], "only --compile default"),
+        (["--gpus", "8xH200", "--compile", "default", "--model", "mine:make"], "of your own"),
     ],
     ids=lambda value: repr(value)[-40:],
 )

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from dataclasses import astuple, replace
+from random import Random
+from statistics import median
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from cs336.config import (
     Parallel,
     Phase,
     Precision,
+    Profiler,
     RunConfig,
 )
 from cs336.costs import traces
@@ -29,15 +32,17 @@ from cs336.costs.compiled import (
     why_not_foretold,
     why_refused,
 )
+from cs336.costs.curves import FASTER_LAUNCHES, SLOWER_LAUNCHES
 from cs336.costs.deepened import deepened
 from cs336.costs.depth import of_depth
 from cs336.costs.fit import CUDA_CONTEXT_BYTES, fits
 from cs336.costs.internals import COMPILER_INTERNALS, compiler_internals
 from cs336.costs.memory import memory_of, predict_memory
 from cs336.costs.tape import Tape, phases_of
+from cs336.costs.time import QUEUE_DEPTH, operations
 from cs336.costs.traces import compiled_as, compiled_name, is_compiled, tape_of
 from cs336.record import RunRecord, load_records
-from tests.committed import committed_runs
+from tests.committed import DATA, committed_runs
 
 V, D, BATCH, LENGTH = 4096, 8, 16, 64
 WORKSPACES = 2 * 32 * 2**20
@@ -232,3 +237,55 @@ def test_an_account_says_the_compiled_peak(capsys: pytest.CaptureFixture[str]) -
 
 def test_pytorch_has_what_compiled_steps_are_traced_with() -> None:
     assert vars(compiler_internals()).keys() == COMPILER_INTERNALS.keys()
+
+
+def _calls(config: RunConfig, phase: Phase) -> int:
+    """Calls by which the host launches a phase."""
+    return sum(one.launches * one.host_calls for one in operations(config)[phase])
+
+
+def _eager_call_s(records: list[RunRecord]) -> float:
+    """Seconds of a call of the eager steps in bf16 of a sweep: the median over its records."""
+    times_s = []
+    for record in records:
+        config = record.config
+        is_plain = config == config.without_shortcuts and config.profiler is Profiler.NONE
+        if is_plain and config.precision is Precision.BF16:
+            times_s.append(_host_s(record, Phase.FORWARD) / _calls(config, Phase.FORWARD))
+    return median(times_s)
+
+
+def _host_s(record: RunRecord, phase: Phase) -> float:
+    (measured,) = (one for one in record.host_phases if one.phase is phase)
+    return median(measured.times_s)
+
+
+def _shares() -> list[list[float]]:
+    """Of each compiled step, the host's time in calls by what is foretold, in phases in which the
+    queue is never full.
+    """
+    shares = []
+    for name in ("gpt2", "gpt2-xl"):
+        records = load_records(DATA / "ladder" / name / "runs")[0]
+        call_s = _eager_call_s(records)
+        for record in records:
+            config = record.config
+            if not is_compiled(config) or config.cuda_graph or why_refused(config):
+                continue
+            launched, of_step = 0, []
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                launched += sum(one.launches for one in operations(config)[phase])
+                if launched < QUEUE_DEPTH or phase is Phase.FORWARD:
+                    of_step.append(_host_s(record, phase) / call_s / _calls(config, phase))
+            shares.append(of_step)
+    return shares
+
+
+def test_the_host_takes_as_long_as_is_foretold_for_compiled_steps() -> None:
+    shares = _shares()
+    found = set(Random(0).sample(range(len(shares)), len(shares) // 2))
+    scored = [share for place, of in enumerate(shares) if place not in found for share in of]
+    assert len(scored) >= 20
+    within = [1 / FASTER_LAUNCHES < share < SLOWER_LAUNCHES for share in scored]
+    assert sum(within) >= 0.9 * len(within)
+    assert 0.85 < median(scored) < 1.2

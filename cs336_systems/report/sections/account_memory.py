@@ -9,7 +9,6 @@ from ...analysis.memory.profile import Category as Measured
 from ...config import RunConfig
 from ...costs import fit, memory
 from ...costs.checkpoints import checkpoint_schedules
-from ...costs.compiled import why_not_foretold
 from ...costs.tape import Category
 from ...costs.traces import is_compiled, why_untraced
 from ..charts import CATEGORY_COLOURS, Style
@@ -18,8 +17,8 @@ from ..section import Table, make_table, quantity_table
 from ..words import GIB, MIB, significant
 
 NOT_SEARCHED = (
-    "Of a compiled step the largest batch and the longest context are not searched: the compiler "
-    "chooses kernels by sizes, so that each would be compiled, about half a minute."
+    "Each batch that was tried was compiled, and the longest context of a compiled step is not "
+    "searched: it would take minutes more."
 )
 _MEASURED = {
     Category.PARAMETERS: Measured.PARAMETERS,
@@ -139,8 +138,10 @@ def fit_table(config: RunConfig, memory_bytes: int) -> Table:
         (f"longest context at batch {config.batch_size:,}", longest),
     ]
     notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
-    if is_compiled(config):
-        notes.append(why_not_foretold(config) or NOT_SEARCHED)
+    if reason := fit.why_not_searched(config):
+        notes.append(f"The largest batch is not foretold: {reason}.")
+    elif is_compiled(config):
+        notes.append(NOT_SEARCHED)
     if longest is not None:
         longer = replace(config, model=replace(config.model, context_length=longest + 1))
         if reason := why_untraced(longer):

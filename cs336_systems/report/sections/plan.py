@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...config import MAX_MEASURED_RANKS, SETTINGS, SIZES, Parallel, Phase, RunConfig
+from ...config import MAX_MEASURED_RANKS, SETTINGS, SIZES, CompileMode, Parallel, Phase, RunConfig
 from ...costs.blocks import blocks_of_model
 from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
@@ -26,6 +26,10 @@ CSV_COLUMNS = (
 UNITS = (("days", DAY_S), ("hours", 3600), ("minutes", 60), ("s", 1), ("ms", 1e-3))
 """Units of the time of a training, the largest first."""
 NOT_RUN = "not run here"
+OF_COMPILED_BLOCKS = (
+    "Blocks are compiled one by one, for one rank; a rank of TP or CP is taken to have its part of "
+    "each of these kernels."
+)
 TOP = 12
 """Layouts of the table and of the picture."""
 PARTS = {
@@ -117,7 +121,10 @@ def _gpus_in_days(plan: TrainingPlan) -> str:
 def _why_it_does_not_fit(plan: TrainingPlan) -> str:
     """The first sentence where no layout fits, or none is foretold."""
     training = plan.training
-    if plan.smallest is None:
+    has_room = False
+    if plan.smallest is not None:
+        has_room = training.used_bytes(plan.smallest[1]) <= training.memory_bytes
+    if plan.smallest is None or has_room:
         reasons = "; ".join(plan.reasons) or (
             f"{training.sequences:,} sequences cannot be shared by {training.gpus:,} GPUs"
         )
@@ -267,6 +274,9 @@ def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
     ]
     if len(rows) > TOP:
         notes.append(f"{len(rows) - TOP} more are slower and smaller: the CSV file has them.")
+    if training.config.compile is not CompileMode.NONE:
+        notes.append(OF_COMPILED_BLOCKS)
+        notes += [f"Others are not foretold: {reason}." for reason in plan.reasons]
     if training.curves.is_in_doubt:
         notes.append(DOUBTED_FORECAST)
     title = (
