@@ -271,7 +271,10 @@ class Timeline:
 
     def _begin(self, step: LoopStep, phase: Phase) -> None:
         """Let a phase of the step begin."""
-        self._mark_in(step, phase)
+        step.phases.append(phase)
+        if self._is_cuda:
+            step.events.append(self._event())
+        step.host_ns.append(perf_counter_ns())
         for tell in self.told:
             tell(phase)
 
@@ -279,18 +282,14 @@ class Timeline:
         """Mark the end of the open step, and return it."""
         step = self._step
         assert step is not None
-        self._mark_in(step, OTHER)
+        step.phases.append(OTHER)
+        if self._is_cuda:
+            step.events.append(self._event())
+        step.host_ns.append(perf_counter_ns())
         self.in_step = False
         for tell in self.told:
             tell(None)
         return step
-
-    def _mark_in(self, step: LoopStep, phase: Phase) -> None:
-        """Mark where this phase of the step begins."""
-        step.phases.append(phase)
-        if self._is_cuda:
-            step.events.append(self._event())
-        step.host_ns.append(perf_counter_ns())
 
     def _mark(self) -> Mark:
         return Mark(perf_counter_ns(), self._event() if self._is_cuda else None)
