@@ -292,10 +292,11 @@ def make_fast_config(
     if asked.get("fp8") and asked.get("selective_checkpoints") and not is_asked:
         fast = fast.with_defaults("compile", "compile_blocks")  # they exclude each other
     fast = replace(fast, **switches)
+    was_compiled = fast.compile is not CompileMode.NONE
     if meant.memory_bytes is not None and "checkpoint_blocks" not in asked:
         keeps_graph = bool(asked.get("cuda_graph"))
         fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=keeps_graph)
-    if is_asked and fast.compile is CompileMode.NONE:
+    if is_asked and was_compiled and fast.compile is CompileMode.NONE:
         raise ValueError(
             "this step fits the GPU only with selective checkpoints, and with those, blocks in fp8 "
             "are not compiled: leave out --compile"

@@ -29,7 +29,9 @@ CACHES = {
 folder's name in the user's cache, where it is if the variable is not set.
 """
 MIN_CORES = 4
+"""Fewest cores on which kernels are compiled side by side."""
 MAX_S = 120.0
+"""Longest time that is waited for them."""
 DTYPE = torch.bfloat16
 
 
@@ -85,9 +87,14 @@ def _missing(config: RunConfig) -> list[str]:
     return [
         call.__name__
         for setting, calls in CALLS.items()
-        if getattr(config, setting) and next(kernel_cache(setting).rglob("*.o"), None) is None
+        if getattr(config, setting) and not _has_kernels(kernel_cache(setting))
         for call in calls
     ]
+
+
+def _has_kernels(folder: Path) -> bool:
+    """Whether a compiled kernel is kept in the folder."""
+    return any(folder.rglob("*.o"))
 
 
 def _words(name: str, config: RunConfig) -> list[str]:

@@ -397,3 +397,42 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} needs {package}.*{said}"):
         check_packages(replace(fast, **{setting: True}))
     tried_imports.import_failure.cache_clear()
+
+
+SHARDED_8B = {
+    "size": "8B",
+    "context_length": 32_768,
+    "batch_size": 1,
+    "parallel": Parallel.DDP_OVERLAP,
+    "shard_optimizer": True,
+    "ranks": 2,
+    "fp8": True,
+}
+OWN = {"size": "small", "model_factory": "own:make", "parallel": Parallel.FSDP, "ranks": 2}
+AS_ASKED = {
+    "CPU": (Device.CPU, {"size": "tiny"}),
+    "own model with sharded parameters": (Device.CUDA, OWN),
+}
+
+
+@pytest.mark.parametrize("name", AS_ASKED)
+def test_blocks_that_nothing_compiles_are_left_so_when_that_is_asked(name, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def make(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    device, settings = AS_ASKED[name]
+    asked = settings | {"compile": CompileMode.NONE}
+    assert make_fast_config(device, asked, NamedGpu(H200), **asked).compile is CompileMode.NONE
+
+
+def test_selective_checkpoints_that_memory_asks_for_exclude_compiled_blocks_in_fp8():
+    """PyTorch 2.11 drops them there. Blocks in bf16, or with enough memory, are compiled."""
+    h200 = NamedGpu(H200, 150_110_011_392)
+    chosen = make_fast_config(Device.CUDA, SHARDED_8B, h200, **SHARDED_8B)
+    assert chosen.selective_checkpoints
+    assert chosen.compile is CompileMode.NONE
+    for changes in ({"fp8": False}, {"context_length": 512}):
+        settings = SHARDED_8B | changes
+        assert make_fast_config(Device.CUDA, settings, h200, **settings).compile_blocks
+    asked = SHARDED_8B | {"compile": CompileMode.DEFAULT}
+    with pytest.raises(ValueError, match="selective checkpoints"):
+        make_fast_config(Device.CUDA, asked, h200, **asked)
