@@ -164,6 +164,13 @@ class RunConfig(RankSettings):
         return self.fused_blocks and self.cuda_graph and not has_more
 
     @property
+    def loss_divisor(self) -> int:
+        """What the mean loss of a micro-batch is divided by before backward: the number of
+        micro-batches, and that of ranks which copy gradients to each other, and only add them up.
+        """
+        return self.accumulate_steps * (self.ranks if self.parallel.writes_to_others else 1)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, those of all micro-batches and ranks together."""
         sequences = self.ranks * self.accumulate_steps * self.batch_size

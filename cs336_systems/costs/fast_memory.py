@@ -137,16 +137,21 @@ class FastMemory:
         model = self.config.model
         parts = parameters_by_component(model)
         blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
+        is_gpt2 = model.arch is Arch.GPT2
         self.block_parameters = blocks // model.num_layers
         """Parameters of the linear layers of one block."""
-        self.linear_parameters = blocks + vocabulary * model.d_model
-        """Those of all linear layers, with the rows that pad the vocabulary."""
-        self.read_parameters = parts[Component.EMBEDDING] + parts[Component.NORMS]
-        """Those that the model reads in fp32: the embedding, which may be the head's table too, and
-        the norms. Of all others `cast_once` reads the copies only.
+        self.table_parameters = model.vocab_size * model.d_model
+        """Those of the embedding's table, which GPT-2 also has as its head's weight."""
+        self.copied_parameters = blocks + vocabulary * model.d_model
+        """Those of which the model reads the copies: all linear layers, with the rows that pad the
+        vocabulary, and the embedding's table.
         """
-        if model.arch is Arch.GPT2:
-            self.read_parameters += parts[Component.HEAD]
+        if not is_gpt2:
+            self.copied_parameters += self.table_parameters
+        self.read_parameters = parts[Component.NORMS]
+        """Those that the model reads in fp32: the norms, and GPT-2's learned positions."""
+        if is_gpt2:
+            self.read_parameters += parts[Component.EMBEDDING]
 
     @property
     def peak_bytes(self) -> int:
@@ -162,8 +167,10 @@ class FastMemory:
             saved_bytes + beside_bytes + stream_gradient_bytes,
             # backward of the last block
             saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
-            # the end of backward
+            # the end of the blocks' backward
             self.gradient_bytes + self.more_in_backward_bytes,
+            # the embedding's backward, which adds up gradients in fp32
+            self.gradient_bytes + FP32_BYTES * self.table_parameters,
         )
 
     @property
@@ -231,4 +238,4 @@ class FastMemory:
         """Bytes of all gradients: 16-bit ones of the weight copies, fp32 ones of the parameters
         that the model reads itself.
         """
-        return HALF_BYTES * self.linear_parameters + FP32_BYTES * self.read_parameters
+        return HALF_BYTES * self.copied_parameters + FP32_BYTES * self.read_parameters

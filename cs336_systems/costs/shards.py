@@ -38,6 +38,8 @@ class Parameter:
     shape: tuple[int, ...]
     is_looked_up: bool = False
     """Whether tokens only look up rows of the matrix."""
+    is_of_positions: bool = False
+    """Whether its rows are learned positions, which are added to tokens."""
     has_experts: bool = False
     """Whether the first side has the experts of a block, each of which has its own part."""
 
@@ -78,6 +80,7 @@ def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
         parameter = Parameter(
             modules=tuple(dict.fromkeys(map(_block_or_module, names))),
             shape=shape,
+            is_of_positions=names[0].endswith(f"{LOOKUP}.positions"),
             has_experts=stacks.get(module) == shape[0] and len(shape) > 1,
         )
         parameters.append(parameter)
@@ -93,15 +96,21 @@ def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
 def gradient_bytes(parameter: Parameter, config: RunConfig) -> int:
     """Bytes of a parameter's whole gradient, as ranks exchange it.
 
-    Where a step reads weights that are cast once, matrices have 16-bit gradients, and a table that
-    tokens look up, too, has one in fp32 besides.
+    Where a step reads 16-bit copies of matrices, those have 16-bit gradients. Without fused blocks
+    the table that tokens look up is read itself, and has a gradient in fp32, which a tied one has
+    besides.
     """
-    if not config.cast_once:
+    if not config.cast_once or not parameter.is_matrix:
         return FP32_BYTES * parameter.elements
-    if not parameter.multiplied_elements:
-        return FP32_BYTES * parameter.elements
-    is_tied = LOOKUP in parameter.modules
-    return (HALF_BYTES + (FP32_BYTES if is_tied else 0)) * parameter.elements
+    is_read = _is_read_itself(parameter, config)
+    copy_bytes = 0 if is_read and not parameter.multiplied_elements else HALF_BYTES
+    return (copy_bytes + (FP32_BYTES if is_read else 0)) * parameter.elements
+
+
+def _is_read_itself(parameter: Parameter, config: RunConfig) -> bool:
+    """Whether our steps look up rows in a parameter in fp32, and not in a copy of it."""
+    is_table = parameter.is_looked_up or (parameter.is_matrix and len(parameter.modules) > 1)
+    return is_table and (parameter.is_of_positions or not config.fused_blocks)
 
 
 def _stacks_of_experts(tape: Tape) -> dict[str, int]:
@@ -191,26 +200,31 @@ def units(config: RunConfig) -> list[Unit]:
     PyTorch's fully_shard has the blocks, and one unit of all else.
     """
     by_rows = config.parallel.exchange.shards is Shards.ROWS
-    members: dict[str, list[int]] = {REST: []}
+    members: dict[str, list[Parameter]] = {REST: []}
     for parameter in parameters_of(config):
         unit = parameter.unit
         if by_rows and not is_block(unit):
             unit = REST
         if by_rows or parameter.is_matrix:
-            members.setdefault(unit, []).append(_part_elements(parameter, config))
+            members.setdefault(unit, []).append(parameter)
     return [
-        Unit(name=name, parts=tuple(parts), element_bytes=_unit_bytes(name, config, by_rows))
-        for name, parts in members.items()
-        if parts
+        Unit(
+            name=name,
+            parts=tuple(_part_elements(parameter, config) for parameter in parameters),
+            element_bytes=_gathered_type_bytes(parameters, config, by_rows),
+        )
+        for name, parameters in members.items()
+        if parameters
     ]
 
 
-def _unit_bytes(unit: str, config: RunConfig, by_rows: bool) -> int:
+def _gathered_type_bytes(parameters: Sequence[Parameter], config: RunConfig, by_rows: bool) -> int:
     """Bytes of an element of a unit's parameters in the type in which they are gathered."""
-    # our FSDP leaves a table that is looked up in its type, as a lookup is no matmul
-    if config.precision is not Precision.BF16 or (not by_rows and unit in (LOOKUP, REST)):
+    if config.precision is not Precision.BF16:
         return FP32_BYTES
-    return HALF_BYTES
+    # our FSDP leaves a table in its type that is looked up itself, as a lookup is no matmul
+    is_wide = not by_rows and any(_is_read_itself(one, config) for one in parameters)
+    return FP32_BYTES if is_wide else HALF_BYTES
 
 
 def replicated_elements(config: RunConfig) -> int:

@@ -264,10 +264,13 @@ def _add_sums(trace: StepTrace, count: int) -> None:
 
 
 def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
-    """Note that the weight's gradient is filled with zeros, to which each token's is added."""
+    """Note that the weight's gradient is filled with zeros, and that each token's is read and added
+    to a row of it, which reads and writes the row.
+    """
     gradient = max(call.ins, key=lambda tensor: tensor.nbytes)
+    rows = torch.empty(gradient.shape, dtype=call.outs[0].dtype, device="meta")
     trace.moves(call.outs)
-    trace.moves([gradient, gradient, gradient])
+    trace.moves([gradient, rows, rows])
 
 
 def _losses(trace: StepTrace, call: Dispatch) -> None:

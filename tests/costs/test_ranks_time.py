@@ -209,7 +209,7 @@ FAST = make_fast_config(
 def fast_bytes(model: ModelConfig) -> tuple[int, int]:
     """Bytes of the gradients of matrices, the table of embeddings included, and of vectors."""
     of_embeddings = model.vocab_size * model.d_model
-    matrices = 2 * multiplied_elements(model) + 4 * of_embeddings
+    matrices = 2 * (multiplied_elements(model) + of_embeddings)
     vectors = count_parameters(model) - multiplied_elements(model) - of_embeddings
     return matrices, 4 * vectors
 

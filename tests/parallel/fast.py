@@ -2,6 +2,8 @@
 itself.
 """
 
+import unittest.mock
+
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,7 @@ from cs336.config import (
 from cs336.measure.clock import EventClock, HostClock
 from cs336.measure.step import TrainingStep
 from cs336.model.batches import make_batches
+from cs336.model.fast import cross_entropy
 from cs336.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336.model.fast.weights import whole
 from cs336.model.transformer import TransformerLM
@@ -122,6 +125,15 @@ def train(way, arch, shard, device="cpu", changes=None):
     leaves = dict.fromkeys(weight.copy.leaf for weight in step.model.weights if weight.copy)
     copies = [leaf.detach().cpu().clone() for leaf in leaves]
     return masters, updated, losses, sent_by(counter.traffic()), copies
+
+
+def missing_factors(way, micro_batches):
+    """What this rank multiplies gradients of logits by in a step, one factor each micro-batch."""
+    config = config_of("cs336", way, ranks=dist.get_world_size(), accumulate_steps=micro_batches)
+    step = TrainingStep(config, rank=dist.get_rank())
+    with unittest.mock.patch.object(cross_entropy, "_multiply") as multiply:
+        step(HostClock())
+    return [factor.item() for (_, factor), _ in multiply.call_args_list]
 
 
 def kept(way, shard):

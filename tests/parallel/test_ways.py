@@ -219,17 +219,17 @@ WHOLE, PART = BLOCKS + 2 * TABLE + VECTORS, BLOCKS // 2 + TABLE + VECTORS
             {"parallel": Parallel.FSDP},
             {
                 "parameters": 4 * (PART - TABLE // 2 + PADDED // 2),
-                "autocast copies": 2 * (BLOCKS + PADDED) // 2,
-                "gathered parameters": 2 * (2 * BLOCKS + PADDED) + 4 * TABLE,
-                "gradients": 2 * (BLOCKS + PADDED) // 2 + 4 * (TABLE // 2 + VECTORS),
+                "autocast copies": 2 * (BLOCKS + TABLE + PADDED) // 2,
+                "gathered parameters": 2 * (2 * BLOCKS + TABLE + PADDED),
+                "gradients": 2 * (BLOCKS + TABLE + PADDED) // 2 + 4 * VECTORS,
             },
         ),
         (
             {"parallel": Parallel.DDP_OVERLAP, "shard_optimizer": True},
             {
-                "parameters": 4 * (PART + TABLE // 2),
-                "autocast copies": 2 * (BLOCKS + PADDED),
-                "gradients": 2 * (BLOCKS + PADDED) + 4 * (TABLE + VECTORS),
+                "parameters": 4 * PART,
+                "autocast copies": 2 * (BLOCKS + TABLE + PADDED),
+                "gradients": 2 * (BLOCKS + TABLE + PADDED) + 4 * VECTORS,
             },
         ),
     ],

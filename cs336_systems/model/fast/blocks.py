@@ -440,20 +440,24 @@ class SelectiveBlock(DeferredBlock):
 
 
 class FusedEmbedding(Embedding):
-    """The reference's embedding, whose gradients are added to their rows in one pass."""
+    """The reference's embedding, looked up in a low-precision copy of its table; gradients are
+    added to their rows in one pass.
+    """
 
-    def __init__(self, embedding: Embedding, dtype: torch.dtype) -> None:
-        """`dtype` is the type of the result, and so of the whole residual stream."""
+    def __init__(self, embedding: Embedding, copy: Tensor, dtype: torch.dtype) -> None:
+        """`copy` has the rows of the table, and may have more; `dtype` is the type of the result,
+        and so of the whole residual stream.
+        """
         nn.Module.__init__(self)
         self.weight, self.positions = embedding.weight, embedding.positions
-        self._dtype = dtype
+        self._copy, self._dtype = copy, dtype
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """Embeddings of the tokens, plus those of their positions if the model has learned
         positions.
         """
         with annotate(self.range):
-            x: Tensor = lookup(self.weight, tokens)
+            x: Tensor = lookup(self._copy, tokens)
             if self.positions is not None:
                 x = x + self.positions[: tokens.shape[1]]
             return x.to(self._dtype)

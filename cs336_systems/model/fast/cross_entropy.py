@@ -13,40 +13,47 @@ from torch import Tensor
 
 
 def fused_cross_entropy(
-    logits: Float[Tensor, "batch seq padded"], targets: Int[Tensor, "batch seq"], vocab_size: int
+    logits: Float[Tensor, "batch seq padded"],
+    targets: Int[Tensor, "batch seq"],
+    vocab_size: int,
+    divisor: int = 1,
 ) -> Float[Tensor, ""]:
     """Mean over all targets, computed in fp32; logits from `vocab_size` on are padding and left
     out.
 
     If a gradient is needed, forward already writes it over `logits`, which must not be read again:
-    the linear layer that returned them does not need them for its backward.
+    the linear layer that returned them does not need them for its backward. What forward writes is
+    right as it is if backward begins with 1 / `divisor`; for another gradient of the loss, backward
+    multiplies all of it.
     """
-    arguments = logits.flatten(0, 1), targets.flatten(), vocab_size
+    arguments = logits.flatten(0, 1), targets.flatten(), vocab_size, divisor
     loss = _FusedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, divisor: int) -> Tensor:
         """Mean loss over the rows of `logits` (tokens, padded vocabulary); `targets` are token ids.
 
         If the logits need a gradient, it is written over them and saved for backward.
         """
         needs_gradient = ctx.needs_input_grad[0]
-        loss = _losses(
-            logits, targets, vocab_size, len(logits), write_gradients=needs_gradient
-        ).mean()
+        count = len(logits) * divisor
+        loss = _losses(logits, targets, vocab_size, count, write_gradients=needs_gradient).mean()
+        ctx.divisor = divisor
         if needs_gradient:
             ctx.save_for_backward(logits)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply the gradient that forward has computed by `factor`, the gradient of the loss."""
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None]:
+        """Multiply the gradient that forward has computed by what it lacks to `factor`, the
+        gradient of the loss.
+        """
         (gradient,) = ctx.saved_tensors
-        _multiply(gradient, factor)
-        return gradient, None, None
+        _multiply(gradient, _lacking(factor, ctx.divisor))
+        return gradient, None, None, None
 
 
 def chunked_cross_entropy(
@@ -55,15 +62,17 @@ def chunked_cross_entropy(
     targets: Int[Tensor, "batch seq"],
     vocab_size: int,
     chunks: int,
+    divisor: int = 1,
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of the logits x W^T, which are computed for one of `chunks` parts of the
     tokens at a time.
 
-    If gradients are needed, forward already computes those of x and W. That of W is summed over the
-    parts, and rounded to the type of W after each. After Liger Kernel (Hsu et al. 2024).
+    If gradients are needed, forward already computes those of x and W, for a gradient of the loss
+    of 1 / `divisor`, as `fused_cross_entropy` does. That of W is summed over the parts, and rounded
+    to the type of W after each. After Liger Kernel (Hsu et al. 2024).
     """
     rows = x.flatten(0, -2)
-    arguments = rows, weight, targets.flatten(), vocab_size, chunks
+    arguments = rows, weight, targets.flatten(), vocab_size, chunks, divisor
     loss = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
@@ -71,7 +80,13 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunks: int,
+        divisor: int,
     ) -> Tensor:
         """Mean loss of the logits x W^T, where x is (tokens, d_model) and `weight` is W (padded
         vocabulary, d_model).
@@ -80,6 +95,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         computed here from each chunk's logits and saved for backward.
         """
         needs_gradient = any(ctx.needs_input_grad[:2])
+        count = len(x) * divisor
+        ctx.divisor = divisor
         of_x = torch.empty_like(x) if needs_gradient else None
         of_weight: Tensor | None = None
         losses = []
@@ -89,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = part.to(weight.dtype)
             logits = rows @ weight.t()
             losses.append(
-                _losses(logits, wanted, vocab_size, len(x), write_gradients=needs_gradient)
+                _losses(logits, wanted, vocab_size, count, write_gradients=needs_gradient)
             )
             if of_x is not None:
                 of_x.chunk(chunks)[number].copy_(logits @ weight)
@@ -102,12 +119,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return torch.cat(losses).mean()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Multiply the gradients that forward has computed by `factor`, the loss's gradient."""
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiply the gradients that forward has computed by what they lack to `factor`, the
+        loss's gradient.
+        """
         of_x, of_weight = ctx.saved_tensors
-        _multiply(of_x, factor)
-        _multiply(of_weight, factor)
-        return of_x, of_weight, None, None, None
+        lacking = _lacking(factor, ctx.divisor)
+        _multiply(of_x, lacking)
+        _multiply(of_weight, lacking)
+        return of_x, of_weight, None, None, None, None
 
 
 def _losses(
@@ -139,6 +159,13 @@ def _losses(
         real.copy_(gradient / count)
         logits[:, vocab_size:] = 0
     return losses
+
+
+def _lacking(factor: Tensor, divisor: int) -> Tensor:
+    """What a gradient, computed for a gradient of the loss of 1 / `divisor`, is to be multiplied
+    by if it is `factor`.
+    """
+    return factor if divisor == 1 else factor * divisor
 
 
 def _multiply(rows: Tensor, factor: Tensor) -> None:

@@ -12,7 +12,7 @@ its row in one pass, those of equal tokens in no fixed order, as cuDNN's attenti
 gradients of queries.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -205,9 +205,9 @@ def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
 
 @operator("fused_blocks_kernel.lookup_backward")
 def _lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """The gradient of the table: each token's gradient, added to its row."""
-    result = gradient.new_zeros(num_rows, gradient.shape[-1])
-    return result.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
+    """The gradient of the table in fp32: each token's gradient, added to its row."""
+    result = gradient.new_zeros(num_rows, gradient.shape[-1], dtype=torch.float32)
+    return result.index_add_(0, tokens.flatten(), gradient.flatten(0, -2).float())
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -281,13 +281,14 @@ def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
     del output
     weight, tokens = inputs
     ctx.save_for_backward(tokens)
-    ctx.num_rows = len(weight)
+    ctx.num_rows, ctx.dtype = len(weight), weight.dtype
 
 
 def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Gradients of the arguments of `lookup`, in their order."""
     (tokens,) = ctx.saved_tensors
-    return cast(Tensor, _lookup_backward(gradient, tokens, ctx.num_rows)), None
+    sums: Tensor = _lookup_backward(gradient, tokens, ctx.num_rows)
+    return sums.to(ctx.dtype), None
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)

@@ -211,10 +211,10 @@ def bias_gelu_backward(
 
 
 def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """Gradient of an embedding table with `num_rows` rows: each token's gradient is added to the
-    row of its token.
+    """Gradient of an embedding table with `num_rows` rows, in fp32: each token's gradient is added
+    to the row of its token.
     """
-    result = gradient.new_zeros(num_rows, gradient.shape[-1])
+    result = gradient.new_zeros(num_rows, gradient.shape[-1], dtype=torch.float32)
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     width = gradient.shape[-1]
     _lookup_grads[tokens.numel(), triton.cdiv(width, LOOKUP_COLUMNS)](
@@ -496,7 +496,8 @@ def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
     column, inside = block_columns(width, BLOCK)
     row = tl.load(tokens + position).to(tl.int64)
     of_token = tl.load(gradient + position * width + column, mask=inside, other=0.0)
-    tl.atomic_add(result + row * width + column, of_token, mask=inside, sem="relaxed")
+    target = result + row * width + column
+    tl.atomic_add(target, of_token.to(tl.float32), mask=inside, sem="relaxed")
 
 
 @triton.jit

@@ -65,19 +65,22 @@ class FastLM(nn.Module):
             self.layers = nn.ModuleList(
                 _fast_block(block, maker, number) for number, block in enumerate(blocks)
             )
-        if settings.fused_blocks:
+        head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
+        if maker is not None and settings.fused_blocks:
             embedding = reference.token_embeddings
             dtype = COPY_DTYPE if settings.bf16_stream else embedding.weight.dtype
-            self.token_embeddings = FusedEmbedding(embedding, dtype)
+            self.token_embeddings = FusedEmbedding(embedding, maker.table(embedding.weight), dtype)
             self.ln_final = AddNorm(reference.ln_final)
-        self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
+        self.lm_head = head
         self.register_buffer("rotations", reference.rotations, persistent=False)
         self.register_buffer("mask", reference.mask, persistent=False)
         self.weights: tuple[Weight, ...] = ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._scales: Sequence[KeptScale] = ()
         if maker is not None:
-            self.weights = maker.weights(self.token_embeddings.weight)
+            self.weights = maker.weights(
+                self.token_embeddings.weight, is_read=not settings.fused_blocks
+            )
             self._scales = tuple(maker.scales)
         if settings.checkpoint_blocks:
             # else the first checkpoint imports it, within a step
@@ -107,7 +110,9 @@ class FastLM(nn.Module):
         vocab_size, chunks = self.config.vocab_size, self._settings.loss_chunks
         loss: Tensor = self.lm_head(
             self._hidden(tokens),
-            lambda x, weight: chunked_cross_entropy(x, weight, targets, vocab_size, chunks),
+            lambda x, weight: chunked_cross_entropy(
+                x, weight, targets, vocab_size, chunks, self._settings.loss_divisor
+            ),
         )
         return loss
 
@@ -240,7 +245,7 @@ class FastTrainable(Trainable):
         self._fast = FastLM(reference, config)
         super().__init__(self._fast, config)
         if config.fused_loss:
-            self.criterion = fused_cross_entropy
+            self.criterion = partial(fused_cross_entropy, divisor=config.loss_divisor)
         elif config.compile_blocks:
             self.criterion = torch.compile(self.criterion)
 

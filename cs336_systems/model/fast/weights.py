@@ -252,12 +252,20 @@ class CopyMaker:
         """
         return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
 
-    def weights(self, table: nn.Parameter) -> tuple[Weight, ...]:
-        """The model's parameters, with their copies if they have any; of those only the embedding's
-        `table` is read itself.
+    def table(self, parameter: nn.Parameter) -> Tensor:
+        """A copy to look up rows in: that of the head, if the head has the same weight."""
+        if parameter in self._copied:
+            place = self._copied[parameter].copy
+            assert place is not None
+            return place.leaf
+        return self._copy([parameter])
+
+    def weights(self, embedding: nn.Parameter, *, is_read: bool) -> tuple[Weight, ...]:
+        """The model's parameters, with their copies if they have any; of those at most the
+        `embedding` is read itself.
         """
-        if table in self._copied:
-            self._copied[table].read = LeafSlice(table, slice(0, table.numel()))
+        if is_read and embedding in self._copied:
+            self._copied[embedding].read = LeafSlice(embedding, slice(0, embedding.numel()))
         return tuple(
             self._copied.get(parameter) or whole(name, parameter)
             for parameter, name in self._names.items()

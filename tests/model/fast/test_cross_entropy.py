@@ -20,9 +20,9 @@ without a rest.
 """
 
 
-def both(device, dtype, vocab, padded):
+def both(device, dtype, vocab, padded, divisor=1):
     """Losses and gradients with respect to the logits: of the fused one, then PyTorch's in fp32,
-    as autocast has it.
+    as autocast has it. Backward begins with 3, whatever the fused one expects.
     """
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(2, 7, padded, generator=generator)).to(device, dtype)
@@ -33,7 +33,7 @@ def both(device, dtype, vocab, padded):
     (3 * expected).backward()
     mine = logits.clone().requires_grad_()
     # whose gradient is not its own: only what another operation has made is overwritten
-    loss = fused_cross_entropy(mine * 1, targets, vocab)
+    loss = fused_cross_entropy(mine * 1, targets, vocab, divisor)
     (3 * loss).backward()
     return loss.detach(), mine.grad, expected.detach(), theirs.grad
 
@@ -41,8 +41,11 @@ def both(device, dtype, vocab, padded):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("vocab", "padded"), SHAPES)
-def test_loss_and_gradient_are_pytorch_s_and_padding_has_none(device, dtype, vocab, padded):
-    loss, gradient, expected, expected_gradient = both(device, dtype, vocab, padded)
+@pytest.mark.parametrize("divisor", [1, 6])
+def test_loss_and_gradient_are_pytorch_s_and_padding_has_none(
+    device, dtype, vocab, padded, divisor
+):
+    loss, gradient, expected, expected_gradient = both(device, dtype, vocab, padded, divisor)
     assert loss.dtype is torch.float32
     of_softmax = of_walk(torch.float32, vocab)
     torch.testing.assert_close(loss, expected, rtol=of_softmax, atol=0)
@@ -60,8 +63,8 @@ def test_loss_and_gradient_are_pytorch_s_and_padding_has_none(device, dtype, voc
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_loss_in_parts_has_the_gradients_of_the_whole(device, chunks):
+@pytest.mark.parametrize(("chunks", "divisor"), [(1, 1), (2, 6), (5, 1), (5, 2)])
+def test_loss_in_parts_has_the_gradients_of_the_whole(device, chunks, divisor):
     """14 tokens, of which no 5 parts are alike; against PyTorch's in fp64, of the same rounded
     factors.
     """
@@ -73,7 +76,7 @@ def test_loss_in_parts_has_the_gradients_of_the_whole(device, chunks):
     targets = torch.randint(37, (2, 7), generator=generator)
     ours = [tensor.to(device).requires_grad_() for tensor in (x, weight)]
     theirs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-    loss = chunked_cross_entropy(*ours, targets.to(device), 37, chunks)
+    loss = chunked_cross_entropy(*ours, targets.to(device), 37, chunks, divisor)
     (3 * loss).backward()
     logits = theirs[0] @ theirs[1].t()
     expected = F.cross_entropy(logits[..., :37].flatten(0, 1), targets.flatten())
