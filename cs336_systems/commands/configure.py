@@ -262,9 +262,10 @@ def make_fast_config(
     """
     from ..costs.fast_memory import with_checkpoints
 
-    # a switch that needs other settings is valid only once --fast has chosen these, so it is set at
-    # the end
-    first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
+    # a setting that needs others is valid only once --fast has chosen these, so it is set at the
+    # end
+    later = (*NOT_ALONE, "compile")
+    first = {name: value for name, value in settings.items() if name not in later}
     if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
         first.setdefault("attention", Attention.SDPA)
     if device is not Device.CUDA:
@@ -272,14 +273,11 @@ def make_fast_config(
     elif meant is None:
         meant = gpu_here()
     fast = fastest(make_config(device, **first), meant.name)
+    wants_eager = asked.get("compile") is CompileMode.NONE
     for name, (_, setting) in SETTING_FIELDS.items():
-        chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
-        if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
-            flag = _typed(name)
-            what = flag.removeprefix("--").replace("-", " ")
-            raise ValueError(
-                f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}"
-            )
+        # whether there is anything to compile is known at the end
+        if setting.chosen_by_fast and not (name == "compile" and wants_eager):
+            _check_choice(name, fast, asked)
     switches = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
     if asked.get("fp8") or asked.get("selective_checkpoints"):
         switches.setdefault("fused_activations", False)  # neither can be combined with it
@@ -288,7 +286,7 @@ def make_fast_config(
         switches.setdefault("bf16_stream", fast.fused_blocks)
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
-    is_asked = "compile" in asked or asked.get("compile_blocks")
+    is_asked = asked.get("compile_blocks") or ("compile" in asked and not wants_eager)
     if asked.get("fp8") and asked.get("selective_checkpoints") and not is_asked:
         fast = fast.with_defaults("compile", "compile_blocks")  # they exclude each other
     fast = replace(fast, **switches)
@@ -303,7 +301,20 @@ def make_fast_config(
         )
     if fast.has_nothing_to_compile and not is_asked:
         return fast.with_defaults("compile", "compile_blocks")
+    if wants_eager:
+        _check_choice("compile", fast, asked)
     return fast
+
+
+def _check_choice(name: str, fast: RunConfig, asked: Mapping[str, Any]) -> None:
+    """Raise ValueError if the user asked for another value of a setting than --fast chose."""
+    chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
+    if asked.get(name, chosen) != chosen:
+        flag = _typed(name)
+        what = flag.removeprefix("--").replace("-", " ")
+        raise ValueError(
+            f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}"
+        )
 
 
 def explain_fast(configs: Iterable[RunConfig]) -> None:

@@ -157,10 +157,10 @@ class RunConfig(RankSettings):
         """Whether the blocks are matmuls and ready kernels alone, and graphs launch them.
 
         torch.compile would fuse nothing there, and importing it and compiling take seconds. In fp8
-        it fuses the scales, and with checkpoints the residual additions. Steps of several ranks
-        were measured with compiled blocks only.
+        it fuses the scales, and with checkpoints the residual additions. Steps of sharded
+        parameters were measured with compiled blocks only.
         """
-        has_more = self.fp8 or self.checkpoint_blocks or self.is_shared
+        has_more = self.fp8 or self.checkpoint_blocks or self.parallel.shards_parameters
         return self.fused_blocks and self.cuda_graph and not has_more
 
     @property

@@ -533,7 +533,9 @@ def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
 CONTRARY = {
     "--attention naive": "attention itself, here sdpa: leave out --attention naive",
     "--optimizer adamw": "optimizer itself, here fused: leave out --optimizer adamw",
-    "--compile none": "compile itself, here default: leave out --compile none",
+    "--compile reduce-overhead": (
+        "compile itself, here default: leave out --compile reduce-overhead"
+    ),
     ("--vocab-size 50257 --pad-vocabulary 1"): (
         "pad vocabulary itself, here 128: leave out --pad-vocabulary 1"
     ),

@@ -424,6 +424,29 @@ def test_blocks_that_nothing_compiles_are_left_so_when_that_is_asked(name, tmp_p
     assert make_fast_config(device, asked, NamedGpu(H200), **asked).compile is CompileMode.NONE
 
 
+OUR_WAYS = [way for way in Parallel if way.takes_any_tensor]
+
+
+@pytest.mark.parametrize("compile_mode", [CompileMode.NONE, CompileMode.DEFAULT])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("size", ["gpt2", "8B"])
+@pytest.mark.parametrize("way", OUR_WAYS)
+def test_what_is_asked_of_the_compiler_is_what_comes_or_is_refused(way, size, fp8, compile_mode):
+    """It is no error to ask for what --fast does by itself."""
+    h200 = NamedGpu(H200, 150_110_011_392)
+    settings = {"size": size, "batch_size": 1, "parallel": way, "fp8": fp8}
+    settings |= {"ranks": 1 if way is Parallel.NONE else 2}
+    by_itself = make_fast_config(Device.CUDA, settings, h200, **settings)
+    asked = settings | {"compile": compile_mode}
+    if by_itself.compile is compile_mode:
+        assert make_fast_config(Device.CUDA, asked, h200, **asked) == by_itself
+    elif by_itself.has_nothing_to_compile:
+        assert make_fast_config(Device.CUDA, asked, h200, **asked).compile is compile_mode
+    else:
+        with pytest.raises(ValueError, match="leave out --compile"):
+            make_fast_config(Device.CUDA, asked, h200, **asked)
+
+
 def test_selective_checkpoints_that_memory_asks_for_exclude_compiled_blocks_in_fp8():
     """PyTorch 2.11 drops them there. Blocks in bf16, or with enough memory, are compiled."""
     h200 = NamedGpu(H200, 150_110_011_392)
