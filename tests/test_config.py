@@ -150,6 +150,7 @@ ALL = RunConfig(
     fused_blocks=True,
     fused_activations=True,
     packed_attention=True,
+    bf16_embedding=True,
     bf16_stream=True,
     bf16_moments=True,
     cuda_graph=True,
@@ -161,6 +162,7 @@ NO_COPIES: dict[str, object] = {
     "fused_blocks": False,
     "fused_activations": False,
     "packed_attention": False,
+    "bf16_embedding": False,
     "bf16_stream": False,
     "bf16_moments": False,
 }

@@ -279,6 +279,17 @@ class ShortcutSettings(StepSettings):
             csv_place=26,
         ),
     ] = False
+    bf16_embedding: Annotated[
+        bool,
+        shortcut(
+            "Look tokens up in a bf16 copy of the embedding's table, which is that of the head if "
+            "both are one weight. The table's gradient is added up in fp32 and kept in bf16, and "
+            "the fp32 master can be split, so that ranks exchange half of the bytes or a third. "
+            "Needs --fused-blocks.",
+            note="embedding in bf16",
+            rules=(FUSED_BLOCKS,),
+        ),
+    ] = False
     bf16_stream: Annotated[
         bool,
         shortcut(

@@ -144,14 +144,17 @@ class FastMemory:
         """Those of the embedding's table, which GPT-2 also has as its head's weight."""
         self.copied_parameters = blocks + vocabulary * model.d_model
         """Those of which the model reads the copies: all linear layers, with the rows that pad the
-        vocabulary, and the embedding's table.
+        vocabulary.
         """
-        if not is_gpt2:
-            self.copied_parameters += self.table_parameters
-        self.read_parameters = parts[Component.NORMS]
-        """Those that the model reads in fp32: the norms, and GPT-2's learned positions."""
+        self.read_parameters = parts[Component.EMBEDDING] + parts[Component.NORMS]
+        """Those that the model reads in fp32: the norms, GPT-2's learned positions and, unless it
+        is in bf16, the embedding's table, which may be the head's too.
+        """
         if is_gpt2:
-            self.read_parameters += parts[Component.EMBEDDING]
+            self.read_parameters += parts[Component.HEAD]
+        if self.config.bf16_embedding:
+            self.read_parameters -= self.table_parameters
+            self.copied_parameters += 0 if is_gpt2 else self.table_parameters
 
     @property
     def peak_bytes(self) -> int:
@@ -162,6 +165,7 @@ class FastMemory:
         # gradients of the micro-batches before
         earlier_bytes = self.gradient_bytes if self.config.accumulate_steps > 1 else 0
         saved_bytes = self.saved_bytes + earlier_bytes
+        sums_bytes = FP32_BYTES * self.table_parameters if self.config.bf16_embedding else 0
         return self.held_bytes + max(
             # backward of the head, in which the logits hold their gradients
             saved_bytes + beside_bytes + stream_gradient_bytes,
@@ -169,8 +173,8 @@ class FastMemory:
             saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
             # the end of the blocks' backward
             self.gradient_bytes + self.more_in_backward_bytes,
-            # the embedding's backward, which adds up gradients in fp32
-            self.gradient_bytes + FP32_BYTES * self.table_parameters,
+            # the embedding's backward
+            self.gradient_bytes + sums_bytes,
         )
 
     @property

@@ -96,9 +96,8 @@ def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
 def gradient_bytes(parameter: Parameter, config: RunConfig) -> int:
     """Bytes of a parameter's whole gradient, as ranks exchange it.
 
-    Where a step reads 16-bit copies of matrices, those have 16-bit gradients. Without fused blocks
-    the table that tokens look up is read itself, and has a gradient in fp32, which a tied one has
-    besides.
+    Where a step reads 16-bit copies of matrices, those have 16-bit gradients. A table that is
+    looked up itself, and not its copy, has a gradient in fp32, which a tied one has besides.
     """
     if not config.cast_once or not parameter.is_matrix:
         return FP32_BYTES * parameter.elements
@@ -110,7 +109,7 @@ def gradient_bytes(parameter: Parameter, config: RunConfig) -> int:
 def _is_read_itself(parameter: Parameter, config: RunConfig) -> bool:
     """Whether our steps look up rows in a parameter in fp32, and not in a copy of it."""
     is_table = parameter.is_looked_up or (parameter.is_matrix and len(parameter.modules) > 1)
-    return is_table and (parameter.is_of_positions or not config.fused_blocks)
+    return is_table and (parameter.is_of_positions or not config.bf16_embedding)
 
 
 def _stacks_of_experts(tape: Tape) -> dict[str, int]:

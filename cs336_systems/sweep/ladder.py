@@ -162,6 +162,7 @@ def _changes(base: RunConfig, device_name: str | None) -> Iterator[_Change]:
     yield _Change("fused-blocks", words, copies, {"fused_blocks": True})
     words = "masters stored as their copies and remainders"
     yield _Change("split", words, copies, {"split_masters": True})
+    yield _Change("embedding", "embedding in bf16", copies, {"bf16_embedding": True})
     applies = copies and can_fuse_activations(base.model, device_name)
     words = "GELU or SwiGLU within the products"
     yield _Change("activations", words, applies, {"fused_activations": True})

@@ -69,6 +69,7 @@ FAST = {
     "cast_once": True,
     "fused_loss": True,
     "fused_blocks": True,
+    "bf16_embedding": True,
     "cuda_graph": True,
 }
 """What `--fast` chooses on a GPU."""
@@ -518,7 +519,9 @@ def test_a_loss_in_parts_multiplies_as_much(chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"fused_blocks": False, "bf16_stream": False}, {"fused_loss": False}], ids=str
+    "change",
+    [{"fused_blocks": False, "bf16_embedding": False, "bf16_stream": False}, {"fused_loss": False}],
+    ids=str,
 )
 def test_a_part_of_it_is_not_predicted(change: dict[str, Any]) -> None:
     curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")

@@ -93,6 +93,7 @@ def config_of(arch, way="none", shard=False, ranks=1, device="cpu", num_layers=2
         optimizer=OptimizerKind.FUSED,
         cast_once=True,
         fused_blocks=True,
+        bf16_embedding=changes.pop("bf16_embedding", True),
         fused_loss=True,
         pad_vocabulary=64,
         parallel=Parallel(way),

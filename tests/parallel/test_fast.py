@@ -36,6 +36,10 @@ SETTINGS = {
         {"bf16_moments": True},
         (PUSHED, PUSHED_PARTS, ("ddp-flat", True), SHARDED),
     ),
+    "embedding in fp32": (
+        {"bf16_embedding": False},
+        (("ddp-overlap", False), REDUCED, PUSHED_PARTS, SHARDED),
+    ),
     "split masters": (
         {"split_masters": True},
         (("ddp-overlap", False), PUSHED, PUSHED_PARTS, SHARDED),
@@ -87,20 +91,22 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
                 allowed = of_fp32 * master.norm() + of_others * (master - start[key]).norm()
                 assert (masters[key] - master).norm() <= allowed, key
         assert all(torch.equal(master, results[0][0][name]) for name, master in masters.items())
+        is_wide = name == "embedding in fp32"
         if way.startswith("ddp"):
             assert all(
                 torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True)
             )
             assert updated == (matrices // 2 if shard else matrices) + vectors
-            assert sent == sent_by_data_parallelism(masters, shape, way, shard)
+            assert sent == sent_by_data_parallelism(masters, shape, way, shard, is_wide)
             continue
         assert updated == (matrices + head - table) // 2 + vectors
-        if (arch, name) == ("cs336", "plain"):
+        if arch == "cs336" and name in ("plain", "embedding in fp32"):
             # half of what is gathered is sent, of the blocks once more for backward, and half of
             # all gradients
             blocks = 2 * (matrices - 2 * table)
             flags = 8 if way == "fsdp-push" else 0
-            assert sent == (2 * (blocks + 2 * head + 2 * table) + blocks) // 2 + 4 * vectors + flags
+            tables = 2 * head + (4 if is_wide else 2) * table
+            assert sent == (2 * (blocks + tables) + blocks) // 2 + 4 * vectors + flags
 
 
 @pytest.mark.parametrize(
@@ -159,12 +165,18 @@ def test_a_rank_keeps_two_bytes_beside_each_element_of_a_copy(two, way, shard):
         assert (remainders, masters) == (2 * elements, 0)
 
 
-def sent_by_data_parallelism(whole, shape, way, shard):
+def sent_by_data_parallelism(whole, shape, way, shard, is_wide):
     """Each of two ranks sends all bytes of a gradient for its average; half for its part, and
-    half for a copy.
+    half for a copy. A table that `is_wide`, looked up in fp32, has such a gradient; that of gpt2,
+    which is the head too, has both.
     """
     wide = {name for name in whole if "ln" in name or "positions" in name}
-    by_type = {4: wide, 2: whole.keys() - wide}
+    narrow = whole.keys() - wide
+    if is_wide:
+        wide.add("token_embeddings.weight")
+        if "lm_head.weight" in whole:
+            narrow.remove("token_embeddings.weight")
+    by_type = {4: wide, 2: narrow}
     expected = sum(
         width * whole[name].numel() for width, names in by_type.items() for name in names
     )

@@ -189,7 +189,13 @@ def test_bytes_sent_are_those_of_the_closed_form(two, way):
             assert (after > flags) == (way in ("ddp-naive", "ddp-flat"))
 
 
-PLAIN = {"cast_once": False, "fused_blocks": False, "fused_loss": False, "pad_vocabulary": 1}
+PLAIN = {
+    "cast_once": False,
+    "fused_blocks": False,
+    "bf16_embedding": False,
+    "fused_loss": False,
+    "pad_vocabulary": 1,
+}
 SHAPE_OF_FAST = config_of("cs336", num_layers=3).model
 TABLE = SHAPE_OF_FAST.vocab_size * SHAPE_OF_FAST.d_model
 PADDED = 128 * SHAPE_OF_FAST.d_model

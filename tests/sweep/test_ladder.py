@@ -85,6 +85,7 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         "fused-loss": {"fused_loss": True},
         "fused-blocks": {"fused_blocks": True},
         "split": {"split_masters": True},
+        "embedding": {"bf16_embedding": True},
         "stream": {"bf16_stream": True},
         "moments": {"bf16_moments": True},
     }
@@ -166,6 +167,7 @@ def test_packages_that_are_installed_give_hopper_a_rung_more(
                 "fused-loss",
                 "fused-blocks",
                 "split",
+                "embedding",
                 "stream",
                 "moments",
             },
@@ -182,6 +184,7 @@ def test_packages_that_are_installed_give_hopper_a_rung_more(
                 "fused-loss",
                 "fused-blocks",
                 "split",
+                "embedding",
                 "stream",
                 "moments",
             },

@@ -440,24 +440,25 @@ class SelectiveBlock(DeferredBlock):
 
 
 class FusedEmbedding(Embedding):
-    """The reference's embedding, looked up in a low-precision copy of its table; gradients are
-    added to their rows in one pass.
-    """
+    """The reference's embedding, whose gradients are added to their rows in one pass."""
 
-    def __init__(self, embedding: Embedding, copy: Tensor, dtype: torch.dtype) -> None:
-        """`copy` has the rows of the table, and may have more; `dtype` is the type of the result,
-        and so of the whole residual stream.
+    def __init__(
+        self, embedding: Embedding, dtype: torch.dtype, copy: Tensor | None = None
+    ) -> None:
+        """`dtype` is the type of the result, and so of the whole residual stream. If a `copy` of
+        the table is given, which may have more rows, tokens are looked up in that.
         """
         nn.Module.__init__(self)
         self.weight, self.positions = embedding.weight, embedding.positions
-        self._copy, self._dtype = copy, dtype
+        self._dtype, self._copy = dtype, copy
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """Embeddings of the tokens, plus those of their positions if the model has learned
         positions.
         """
         with annotate(self.range):
-            x: Tensor = lookup(self._copy, tokens)
+            table = self.weight if self._copy is None else self._copy
+            x: Tensor = lookup(table, tokens)
             if self.positions is not None:
                 x = x + self.positions[: tokens.shape[1]]
             return x.to(self._dtype)

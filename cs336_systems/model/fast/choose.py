@@ -132,6 +132,7 @@ def _of_fast_model(
         "fused_blocks": has_copies,
         "fused_activations": fuses_activations,
         "packed_attention": packs_attention,
+        "bf16_embedding": has_copies,
         "bf16_stream": has_copies and can_round_stream(config),
         "cuda_graph": warms_up and can_replay and config.parallel.takes_any_tensor,
     }

@@ -66,10 +66,11 @@ class FastLM(nn.Module):
                 _fast_block(block, maker, number) for number, block in enumerate(blocks)
             )
         head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
-        if maker is not None and settings.fused_blocks:
-            embedding = reference.token_embeddings
-            dtype = COPY_DTYPE if settings.bf16_stream else embedding.weight.dtype
-            self.token_embeddings = FusedEmbedding(embedding, maker.table(embedding.weight), dtype)
+        table = reference.token_embeddings.weight
+        copy = maker.table(table) if maker is not None and settings.bf16_embedding else None
+        if settings.fused_blocks:
+            dtype = COPY_DTYPE if settings.bf16_stream else table.dtype
+            self.token_embeddings = FusedEmbedding(reference.token_embeddings, dtype, copy)
             self.ln_final = AddNorm(reference.ln_final)
         self.lm_head = head
         self.register_buffer("rotations", reference.rotations, persistent=False)
@@ -78,9 +79,7 @@ class FastLM(nn.Module):
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._scales: Sequence[KeptScale] = ()
         if maker is not None:
-            self.weights = maker.weights(
-                self.token_embeddings.weight, is_read=not settings.fused_blocks
-            )
+            self.weights = maker.weights(table, is_read=copy is None)
             self._scales = tuple(maker.scales)
         if settings.checkpoint_blocks:
             # else the first checkpoint imports it, within a step

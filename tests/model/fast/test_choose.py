@@ -56,6 +56,7 @@ CHOSEN = (
     "split_masters",
     "fused_loss",
     "fused_blocks",
+    "bf16_embedding",
     "bf16_stream",
     "cuda_graph",
 )
@@ -121,6 +122,7 @@ def test_the_rule_on_an_h200():
         "split_masters": True,
         "fused_loss": True,
         "fused_blocks": True,
+        "bf16_embedding": True,
         "bf16_stream": True,
         "cuda_graph": True,
     }

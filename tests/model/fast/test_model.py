@@ -34,6 +34,7 @@ SHORTCUTS = {
         replace(FUSED, **CHECKPOINTS, selective_checkpoints=True),
         {"packed_attention": True},
     ),
+    "embedding in bf16": (FUSED, {"bf16_embedding": True}),
     "stream in bf16": (FUSED, {"bf16_stream": True}),
     "stream in bf16, checkpoints": (
         replace(FUSED, **CHECKPOINTS, selective_checkpoints=True),
@@ -46,6 +47,7 @@ SHORTCUTS = {
 OPERATORS = {
     "fused_blocks": "add_norm",
     "fused_activations": "expand",
+    "bf16_embedding": "add_norm",
     "bf16_stream": "add_norm",
     "packed_attention": "attend",
 }
@@ -86,6 +88,7 @@ ALIKE = {
     "split masters, fused": (replace(FUSED, fused_loss=True), {"split_masters": True}),
     "split masters, checkpoints": (replace(COPIED, checkpoint_blocks=1), {"split_masters": True}),
     "moments in bf16": (COPIED, {"bf16_moments": True}),
+    "embedding in bf16": (FUSED, {"bf16_embedding": True}),
     "stream in bf16": (FUSED, {"bf16_stream": True}),
 }
 """Steps, and the setting that computes them otherwise."""
@@ -106,6 +109,7 @@ def trained(config):
         "loss_chunks": parts.call_count,
         "fused_blocks": calls.counts["add_norm"],
         "fp8": calls.counts["fp8_casts"],
+        "bf16_embedding": sum(weight.read is None for weight in step.model.weights),
         "bf16_stream": step.model.token_embeddings(tokens).dtype is torch.bfloat16,
         "split_masters": sum(weight.remainder is not None for weight in step.model.weights),
         "bf16_moments": sum(
