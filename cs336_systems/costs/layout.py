@@ -5,7 +5,7 @@ So the groups that send most lie within a node.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
@@ -64,12 +64,21 @@ class Layout:
     """
     fp8: Recipe | None = None
     """How linear layers of blocks are computed in fp8; None: in the precision of the step."""
+    fp32_reductions: bool = False
+    """Whether FSDP reduces gradients in fp32, as torchtitan's and Composer's does; else in the type
+    of matmuls, as PyTorch's does by itself.
+    """
+    gathers_context: bool = False
+    """Whether ranks that share a context gather the keys and values of all heads of queries at
+    once, and add up by one pass for each operation, as PyTorch's `context_parallel` does; else
+    these go round in a ring, and one kernel adds up.
+    """
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that are no layout."""
-        for one in fields(self):
-            if one.name not in ("checkpoint", "fp8") and getattr(self, one.name) < 1:
-                raise ValueError(f"{one.name} must be at least 1, got {getattr(self, one.name)}")
+        for name in (*AXES, "stage", "chunks", "micro_batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.stage > 3 or self.checkpoint not in (0, 1, SELECTIVE):
             raise ValueError(
                 f"needed stage 1 to 3 and checkpoint 0 to {SELECTIVE}, got {self.stage} and "
