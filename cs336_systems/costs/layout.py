@@ -18,6 +18,12 @@ AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
 """The ways to share a step, those first whose ranks are neighbours."""
 SELECTIVE = 2
 """Of `checkpoint`: selective ones."""
+FSDP_PASSES = {"fully_shard": 4 + 4 + 6, "FullyShardedDataParallel": 4 + 6 + 8}
+"""Of `copied_bytes`, where parameters are gathered in bf16 and gradients reduced in fp32. PyTorch's
+`fully_shard` copies what it gathered out of one tensor, in forward and in backward
+(`split_with_sizes_copy`), and gradients into one in fp32 (`chunk_cat`). The older class gathers in
+place; autograd joins gradients, which are cast, and divided before they are reduced.
+"""
 MAX_MICRO_BATCH = 32
 """Most sequences of a micro-batch that are tried: more hardly makes matmuls faster."""
 MOST_CONTEXT = 16
@@ -67,6 +73,10 @@ class Layout:
     fp32_reductions: bool = False
     """Whether FSDP reduces gradients in fp32, as torchtitan's and Composer's does; else in the type
     of matmuls, as PyTorch's does by itself.
+    """
+    copied_bytes: int = 0
+    """Bytes that FSDP's own passes move in a micro-batch for each parameter that it gathers, to have
+    what it sends in one tensor and in its type: none by ours, `FSDP_PASSES` by PyTorch's.
     """
     gathers_context: bool = False
     """Whether ranks that share a context gather the keys and values of all heads of queries at

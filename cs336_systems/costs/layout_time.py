@@ -204,6 +204,7 @@ class _LayoutTimer:
         expert_s = self._expert_s()
         if layout.shards_parameters:
             compute_s += (2 + bool(layout.checkpoint)) * self._weight_casts_s()
+            compute_s += self._copied_s()
         data_s, last_s = self._data_s()
         micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
@@ -214,7 +215,7 @@ class _LayoutTimer:
             "pipeline": self._pipeline_s(),
         }
         return LayoutTime(
-            compute_s=layout.accumulate * compute_s + self._added_up_s(),
+            compute_s=layout.accumulate * compute_s + self._besides_s(),
             exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
@@ -234,6 +235,18 @@ class _LayoutTimer:
         """
         is_elsewhere = self._curves.is_shipped and self._layout.gpus > 1
         return max(spread_of(self._curves), DEVICE_SPREAD if is_elsewhere else 1.0)
+
+    def _besides_s(self) -> float:
+        """Passes over gradients of a step beside those of each micro-batch."""
+        once_s = 0.0 if self._layout.shards_parameters else self._copied_s()
+        return once_s + self._added_up_s()
+
+    def _copied_s(self) -> float:
+        """FSDP's passes over whole parameters and gradients."""
+        if not self._layout.copied_bytes:
+            return 0.0
+        elements = self._rank.elements(self._kinds, is_kept=False)
+        return self._curves.pass_s(self._layout.copied_bytes * elements)
 
     def _added_up_s(self) -> float:
         """Passes that add the gradients of each micro-batch but the first to those before; with a

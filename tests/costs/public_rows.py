@@ -31,7 +31,7 @@ from cs336.config import (
 from cs336.costs.accounting import ADAMW_BYTES
 from cs336.costs.curves import Curves, transferred_curves
 from cs336.costs.hardware import find_device
-from cs336.costs.layout import SELECTIVE, Layout
+from cs336.costs.layout import FSDP_PASSES, SELECTIVE, Layout
 from cs336.costs.layout_cost import layout_cost
 from cs336.costs.memory import predicted_peak_bytes
 from cs336.costs.networks import links_of
@@ -162,7 +162,8 @@ def layout_of(row: Row) -> Layout:
         "accumulate": int(row["accumulate"]),
         "checkpoint": CHECKPOINTS.get(row["checkpoint"], 0),
         "fp8": RECIPES.get(row["precision"]),
-        "fp32_reductions": row["reduce"] == "fp32",
+        "fp32_reductions": bool(row["fsdp"]),
+        "copied_bytes": FSDP_PASSES.get(row["fsdp"], 0),
         "gathers_context": row["source"].startswith("pytorch/torchtitan"),
     }
     ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
@@ -250,9 +251,7 @@ def with_triton(curves: Curves) -> Curves:
 def with_unfused(curves: Curves) -> Curves:
     """The curves with an optimizer that is a pass for each operation."""
     more = UNFUSED_BYTES / ADAMW_BYTES
-    return replace(
-        curves, adamw={size: curves.pass_s(round(more * size)) for size in curves.adamw}
-    )
+    return replace(curves, adamw={size: curves.pass_s(round(more * size)) for size in curves.adamw})
 
 
 def foretold(row: Row, folder: Path) -> dict[str, object]:
