@@ -75,7 +75,7 @@ class Layout:
     of matmuls, as PyTorch's does by itself.
     """
     copied_bytes: int = 0
-    """Bytes that FSDP's own passes move in a micro-batch for each parameter that it gathers, to have
+    """Bytes that FSDP's passes move in a micro-batch for each parameter that it gathers, to have
     what it sends in one tensor and in its type: none by ours, `FSDP_PASSES` by PyTorch's.
     """
     gathers_context: bool = False

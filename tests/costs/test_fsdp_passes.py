@@ -1,4 +1,4 @@
-"""Passes of PyTorch's FSDP beside its collectives, as its own code runs them without other ranks."""
+"""Passes of PyTorch's FSDP beside its collectives, as its code runs them without other ranks."""
 
 from collections import Counter
 from typing import Any
