@@ -78,6 +78,10 @@ class Layout:
     """Bytes that FSDP's passes move in a micro-batch for each parameter that it gathers, to have
     what it sends in one tensor and in its type: none by ours, `FSDP_PASSES` by PyTorch's.
     """
+    overlaps_experts: bool = False
+    """Whether tokens get to their experts and back beside another micro-batch's kernels, as with
+    Megatron-Core's `overlap_moe_expert_parallel_comm`; else kernels wait for them.
+    """
     gathers_context: bool = False
     """Whether ranks that share a context gather the keys and values of all heads of queries at
     once, and add up by one pass for each operation, as PyTorch's `context_parallel` does; else

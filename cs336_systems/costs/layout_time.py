@@ -22,7 +22,7 @@ from .fusion import fused
 from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
 from .rank_operations import rank_operations, with_sums
-from .ranks_time import Links, Timeline
+from .ranks_time import SPEED_BESIDE, Links, Timeline
 from .recipes import Recipe, casts
 from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
@@ -202,6 +202,9 @@ class _LayoutTimer:
         tensor_s = self._tensor_s()
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
+        if layout.overlaps_experts:
+            # kernels beside are slower, and wait for the rest
+            expert_s = max((1 - SPEED_BESIDE) * expert_s, expert_s - compute_s)
         if layout.shards_parameters:
             compute_s += (2 + bool(layout.checkpoint)) * self._weight_casts_s()
             compute_s += self._copied_s()

@@ -164,6 +164,7 @@ def layout_of(row: Row) -> Layout:
         "fp8": RECIPES.get(row["precision"]),
         "fp32_reductions": bool(row["fsdp"]),
         "copied_bytes": FSDP_PASSES.get(row["fsdp"], 0),
+        "overlaps_experts": row["expert_overlap"] == "yes",
         "gathers_context": row["source"].startswith("pytorch/torchtitan"),
     }
     ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
