@@ -18,8 +18,8 @@ AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
 """The ways to share a step, those first whose ranks are neighbours."""
 SELECTIVE = 2
 """Of `checkpoint`: selective ones."""
-FSDP_PASSES = {"fully_shard": 4 + 4 + 6, "FullyShardedDataParallel": 4 + 6 + 8}
-"""Of `copied_bytes`, where parameters are gathered in bf16 and gradients reduced in fp32. PyTorch's
+FSDP_PASSES = {"fully_shard": (4, 4 + 6), "FullyShardedDataParallel": (0, 4 + 6 + 8)}
+"""`copied_bytes` where parameters are gathered in bf16 and gradients reduced in fp32. PyTorch's
 `fully_shard` copies what it gathered out of one tensor, in forward and in backward
 (`split_with_sizes_copy`), and gradients into one in fp32 (`chunk_cat`). The older class gathers in
 place; autograd joins gradients, which are cast, and divided before they are reduced.
@@ -74,9 +74,10 @@ class Layout:
     """Whether FSDP reduces gradients in fp32, as torchtitan's and Composer's does; else in the type
     of matmuls, as PyTorch's does by itself.
     """
-    copied_bytes: int = 0
-    """Bytes that FSDP's passes move in a micro-batch for each parameter that it gathers, to have
-    what it sends in one tensor and in its type: none by ours, `FSDP_PASSES` by PyTorch's.
+    copied_bytes: tuple[int, int] = (0, 0)
+    """Bytes that FSDP's passes move in forward, and in backward, for each parameter that it
+    gathers, to have what it sends in one tensor and in its type: none by ours, `FSDP_PASSES` by
+    PyTorch's.
     """
     overlaps_experts: bool = False
     """Whether tokens get to their experts and back beside another micro-batch's kernels, as with

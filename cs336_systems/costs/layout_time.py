@@ -194,6 +194,9 @@ class _LayoutTimer:
         """Kinds of the blocks of the slowest stage."""
         self._phases_s = phases_s[slowest]
         """Kernels of a micro-batch on it."""
+        if layout.shards_parameters:
+            for phase, copied_s in zip(_PHASES, self._copied_s(), strict=True):
+                self._phases_s[phase] += copied_s
 
     def time(self) -> LayoutTime:
         """All parts of the step's time."""
@@ -207,7 +210,6 @@ class _LayoutTimer:
             expert_s = max((1 - SPEED_BESIDE) * expert_s, expert_s - compute_s)
         if layout.shards_parameters:
             compute_s += (2 + bool(layout.checkpoint)) * self._weight_casts_s()
-            compute_s += self._copied_s()
         data_s, last_s = self._data_s()
         micro_s = compute_s + tensor_s + context_s + expert_s + data_s
         exposed_s = {
@@ -241,15 +243,14 @@ class _LayoutTimer:
 
     def _besides_s(self) -> float:
         """Passes over gradients of a step beside those of each micro-batch."""
-        once_s = 0.0 if self._layout.shards_parameters else self._copied_s()
+        once_s = 0.0 if self._layout.shards_parameters else sum(self._copied_s())
         return once_s + self._added_up_s()
 
-    def _copied_s(self) -> float:
-        """FSDP's passes over whole parameters and gradients."""
-        if not self._layout.copied_bytes:
-            return 0.0
+    def _copied_s(self) -> list[float]:
+        """FSDP's passes over whole parameters and gradients, in forward and in backward."""
         elements = self._rank.elements(self._kinds, is_kept=False)
-        return self._curves.pass_s(self._layout.copied_bytes * elements)
+        copied_bytes = self._layout.copied_bytes
+        return [self._curves.pass_s(one * elements) if one else 0.0 for one in copied_bytes]
 
     def _added_up_s(self) -> float:
         """Passes that add the gradients of each micro-batch but the first to those before; with a

@@ -60,6 +60,11 @@ UNFUSED_BYTES = 92
 `DecoupledAdamW` and PyTorch's `foreach` are: decay, or none; both moments, their root, its two
 scalings and the update take 80, and the norm and the clipping of gradients 12.
 """
+METRICS_BYTES = 2 * (2 + 4 + 4 + 4)
+"""Bytes for each logit of a micro-batch with which Composer's `LanguageCrossEntropy` and
+`LanguagePerplexity`, which llm-foundry's models compute of what they train on, cast logits to fp32
+and take the logarithm of their softmax.
+"""
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
 FILES = {
     "deepseekv2": "deepseek_v2",
@@ -163,7 +168,7 @@ def layout_of(row: Row) -> Layout:
         "checkpoint": CHECKPOINTS.get(row["checkpoint"], 0),
         "fp8": RECIPES.get(row["precision"]),
         "fp32_reductions": bool(row["fsdp"]),
-        "copied_bytes": FSDP_PASSES.get(row["fsdp"], 0),
+        "copied_bytes": FSDP_PASSES.get(row["fsdp"], (0, 0)),
         "overlaps_experts": row["expert_overlap"] == "yes",
         "gathers_context": row["source"].startswith("pytorch/torchtitan"),
     }
@@ -197,6 +202,8 @@ def assumed(row: Row) -> str:
         words.append(f"{share:.2f} of the rates of {name}")
     if row["attention"] == "triton":
         words.append("Triton's attention slower than FlashAttention 2 by what its paper says")
+    if row["fsdp"] and row["precision"] == "bf16":
+        words.append("a residual stream in fp32, where FSDP casts all to bf16")
     if row["checkpoint"] == "not said":
         words.append("no checkpoints")
     is_fused = row["precision"] in RECIPES
@@ -330,8 +337,16 @@ def seconds_of(
     cost = layout_cost(config, layout, curves, links)
     if isinstance(cost, str):
         return cost
-    spread = cost.time.spread
-    return cost.step_s, cost.step_s / spread, cost.step_s * spread, cost.peak_bytes
+    step_s, spread = cost.step_s + metrics_s(row, curves), cost.time.spread
+    return step_s, step_s / spread, step_s * spread, cost.peak_bytes
+
+
+def metrics_s(row: Row, curves: Curves) -> float:
+    """Seconds of a step in which a program computes metrics of its training batch."""
+    if not row["source"].startswith("mosaicml/llm-foundry"):
+        return 0.0
+    logits = int(row["micro_batch"]) * int(row["context"]) * int(row["vocab"])
+    return int(row["accumulate"]) * curves.pass_s(METRICS_BYTES * logits)
 
 
 def summary(answers: list[dict[str, object]]) -> Iterator[str]:
