@@ -174,10 +174,18 @@ def with_backend(curves: Curves, backend: SdpaBackend) -> Curves:
     for precision in {ProductPrecision.BF16, ProductPrecision.FP16} & {*matmuls}:
         slowed = []
         for matmul in matmuls[precision]:
-            factor = 1.0 if matmul.form is None else slower.get(matmul.form, 1.0)
+            factor = _slower_by_width(slower, matmul)
             slowed.append(replace(matmul, time_s=factor * matmul.time_s))
         matmuls[precision] = tuple(slowed)
     return replace(curves, matmuls=matmuls)
+
+
+def _slower_by_width(slower: Mapping[Form, Mapping[int, float]], matmul: Matmul) -> float:
+    """How many times as long a kernel takes: as attention with the heads whose width is nearest."""
+    if matmul.form is None or matmul.form not in slower:
+        return 1.0
+    by_width = slower[matmul.form]
+    return by_width[min(by_width, key=lambda width: abs(log(width / matmul.inner)))]
 
 
 def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:

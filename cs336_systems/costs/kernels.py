@@ -50,14 +50,20 @@ the bytes of an element: tensor cores leave less time to begin and to end.
 """
 WIDTHS = 32, 64, 96, 128, 192, 256
 """Widths of heads for which fused attention has kernels; narrower heads are padded to them."""
-ATTENTION_SLOWER: Mapping[SdpaBackend, Mapping[Form, float]] = {
-    SdpaBackend.FLASH: {Form.ATTENTION: 1.6, Form.ATTENTION_BACKWARD: 1.7},
-    SdpaBackend.EFFICIENT: {Form.ATTENTION: 3.3, Form.ATTENTION_BACKWARD: 4.3},
+ATTENTION_SLOWER: Mapping[SdpaBackend, Mapping[Form, Mapping[int, float]]] = {
+    SdpaBackend.FLASH: {
+        Form.ATTENTION: {64: 1.50, 128: 1.83},
+        Form.ATTENTION_BACKWARD: {64: 1.56, 128: 1.82},
+    },
+    SdpaBackend.EFFICIENT: {
+        Form.ATTENTION: {64: 3.43, 128: 3.61},
+        Form.ATTENTION_BACKWARD: {64: 4.49, 128: 4.20},
+    },
 }
 """How many times as long as by cuDNN, which PyTorch itself chooses on Hopper, fused attention of
-half precision takes by these backends: FlashAttention 2 and xFormers' kernels do not use what
-Hopper's tensor cores added. Medians of the published attention study of an H200, heads 64 and 128
-wide and contexts from 8,192 on; Shah et al. 2024 have 1.6 to 1.9 for FlashAttention 2 on an H100.
+half precision takes by these backends, by the width of heads: FlashAttention 2 and xFormers'
+kernels do not use what Hopper's tensor cores added. Times of the published causal study of an H200
+at 32,768 tokens over those that its ceilings foretell by cuDNN.
 """
 KNOT_OCTAVES = 2.0
 """Distance between the points of the curve from modelled to measured times, and the distance up to

@@ -5,7 +5,7 @@ So the groups that send most lie within a node.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
@@ -18,6 +18,12 @@ AXES = ("tensor", "context", "expert", "shard", "data", "pipeline")
 """The ways to share a step, those first whose ranks are neighbours."""
 SELECTIVE = 2
 """Of `checkpoint`: selective ones."""
+FSDP_PASSES = {"fully_shard": (4, 4 + 6), "FullyShardedDataParallel": (0, 4 + 6 + 8)}
+"""`copied_bytes` where parameters are gathered in bf16 and gradients reduced in fp32. PyTorch's
+`fully_shard` copies what it gathered out of one tensor, in forward and in backward
+(`split_with_sizes_copy`), and gradients into one in fp32 (`chunk_cat`). The older class gathers in
+place; autograd joins gradients, which are cast, and divided before they are reduced.
+"""
 MAX_MICRO_BATCH = 32
 """Most sequences of a micro-batch that are tried: more hardly makes matmuls faster."""
 MOST_CONTEXT = 16
@@ -64,12 +70,30 @@ class Layout:
     """
     fp8: Recipe | None = None
     """How linear layers of blocks are computed in fp8; None: in the precision of the step."""
+    fp32_reductions: bool = False
+    """Whether FSDP reduces gradients in fp32, as torchtitan's and Composer's does; else in the type
+    of matmuls, as PyTorch's does by itself.
+    """
+    copied_bytes: tuple[int, int] = (0, 0)
+    """Bytes that FSDP's passes move in forward, and in backward, for each parameter that it
+    gathers, to have what it sends in one tensor and in its type: none by ours, `FSDP_PASSES` by
+    PyTorch's.
+    """
+    overlaps_experts: bool = False
+    """Whether tokens get to their experts and back beside another micro-batch's kernels, as with
+    Megatron-Core's `overlap_moe_expert_parallel_comm`; else kernels wait for them.
+    """
+    gathers_context: bool = False
+    """Whether ranks that share a context gather the keys and values of all heads of queries at
+    once, and add up by one pass for each operation, as PyTorch's `context_parallel` does; else
+    these go round in a ring, and one kernel adds up.
+    """
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that are no layout."""
-        for one in fields(self):
-            if one.name not in ("checkpoint", "fp8") and getattr(self, one.name) < 1:
-                raise ValueError(f"{one.name} must be at least 1, got {getattr(self, one.name)}")
+        for name in (*AXES, "stage", "chunks", "micro_batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.stage > 3 or self.checkpoint not in (0, 1, SELECTIVE):
             raise ValueError(
                 f"needed stage 1 to 3 and checkpoint 0 to {SELECTIVE}, got {self.stage} and "

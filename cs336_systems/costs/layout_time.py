@@ -22,7 +22,7 @@ from .fusion import fused
 from .layout import SELECTIVE, Layout
 from .layout_memory import EXPERTS, Rank
 from .rank_operations import rank_operations, with_sums
-from .ranks_time import Links, Timeline
+from .ranks_time import SPEED_BESIDE, Links, Timeline
 from .recipes import Recipe, casts
 from .selective import run_again
 from .shards import FP32_BYTES, LOOKUP, Unit, factor_bytes
@@ -119,17 +119,17 @@ def _kernels(alone: RunConfig, layout: Layout, curves: Curves) -> _Kernels:
         if layout.checkpoint == SELECTIVE:
             again = run_again(of_phases[Phase.FORWARD])
             of_phases[Phase.BACKWARD] = [*again, *of_phases[Phase.BACKWARD]]
-        blocks.append({phase: _work(of_phases[phase], context, alone, curves) for phase in _PHASES})
+        blocks.append({phase: _work(of_phases[phase], layout, alone, curves) for phase in _PHASES})
         for operations in of_phases.values():
             every += operations
     outside_s = {}
     for phase in _PHASES:
         # what a second block adds to a model of one block, and what that one has besides
         launched_of_one = rank_step(alone).launches[phase]
-        of_one = _work(divided(launched_of_one.of_one), context, alone, curves)
+        of_one = _work(divided(launched_of_one.of_one), layout, alone, curves)
         of_block = blocks[0][phase]
         if recipe is not None or layout.checkpoint == SELECTIVE:
-            of_block = _work(divided(launched_of_one.block), context, alone, curves)
+            of_block = _work(divided(launched_of_one.block), layout, alone, curves)
         outside_s[phase] = max(0.0, of_one.step_s - of_block.step_s)
     spread = kernel_spread(every, alone.precision, curves, step_spread=1.0).factor
     return _Kernels(tuple(blocks), outside_s, spread)
@@ -146,11 +146,13 @@ def _launched(
     return launched
 
 
-def _work(launched: Iterable[Operation], context: int, config: RunConfig, curves: Curves) -> _Work:
-    """The time of operations of a ring of so many ranks, which the host launches and the device
+def _work(
+    launched: Iterable[Operation], layout: Layout, config: RunConfig, curves: Curves
+) -> _Work:
+    """The time of operations of a rank of a layout's ring, which the host launches and the device
     runs at the same time, until an operation for which the host waits.
     """
-    operations = [*with_sums(launched, context)]
+    operations = [*with_sums(launched, layout.context, gathers=layout.gathers_context)]
     call_s = call_time_s(config, curves)
     kernels_s = {
         operation: kernel_time(operation, config.precision, curves).time_s
@@ -182,6 +184,7 @@ class _LayoutTimer:
             shard=min(layout.shard, 2),
             checkpoint=layout.checkpoint,
             fp8=layout.fp8,
+            gathers_context=layout.gathers_context,
         )
         self._kernels = _kernels(rank.alone, of_kernels, curves)
         self._calls_s: dict[CollectiveCall, float] = {}
@@ -191,6 +194,9 @@ class _LayoutTimer:
         """Kinds of the blocks of the slowest stage."""
         self._phases_s = phases_s[slowest]
         """Kernels of a micro-batch on it."""
+        if layout.shards_parameters:
+            for phase, copied_s in zip(_PHASES, self._copied_s(), strict=True):
+                self._phases_s[phase] += copied_s
 
     def time(self) -> LayoutTime:
         """All parts of the step's time."""
@@ -199,6 +205,9 @@ class _LayoutTimer:
         tensor_s = self._tensor_s()
         context_s = sum(map(self._context_s, self._kinds))
         expert_s = self._expert_s()
+        if layout.overlaps_experts:
+            # kernels beside are slower, and wait for the rest
+            expert_s = max((1 - SPEED_BESIDE) * expert_s, expert_s - compute_s)
         if layout.shards_parameters:
             compute_s += (2 + bool(layout.checkpoint)) * self._weight_casts_s()
         data_s, last_s = self._data_s()
@@ -211,7 +220,7 @@ class _LayoutTimer:
             "pipeline": self._pipeline_s(),
         }
         return LayoutTime(
-            compute_s=layout.accumulate * compute_s + self._added_up_s(),
+            compute_s=layout.accumulate * compute_s + self._besides_s(),
             exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
@@ -231,6 +240,17 @@ class _LayoutTimer:
         """
         is_elsewhere = self._curves.is_shipped and self._layout.gpus > 1
         return max(spread_of(self._curves), DEVICE_SPREAD if is_elsewhere else 1.0)
+
+    def _besides_s(self) -> float:
+        """Passes over gradients of a step beside those of each micro-batch."""
+        once_s = 0.0 if self._layout.shards_parameters else sum(self._copied_s())
+        return once_s + self._added_up_s()
+
+    def _copied_s(self) -> list[float]:
+        """FSDP's passes over whole parameters and gradients, in forward and in backward."""
+        elements = self._rank.elements(self._kinds, is_kept=False)
+        copied_bytes = self._layout.copied_bytes
+        return [self._curves.pass_s(one * elements) if one else 0.0 for one in copied_bytes]
 
     def _added_up_s(self) -> float:
         """Passes that add the gradients of each micro-batch but the first to those before; with a
@@ -318,6 +338,8 @@ class _LayoutTimer:
         ranks = self._layout.context
         if ranks == 1:
             return 0.0
+        if self._layout.gathers_context:
+            return self._gathered_context_s(kind)
         model = self._rank.model
         keys_bytes = self._stream_bytes / self._layout.tensor
         if model.num_kv_heads:
@@ -328,6 +350,25 @@ class _LayoutTimer:
             computed_s = self._kernels.blocks[kind][phase].attention_s / ranks
             exposed_s += (ranks - 1) * max(0.0, times * sent_s - computed_s)
         return exposed_s
+
+    def _gathered_context_s(self, kind: int) -> float:
+        """The same of keys and values that are gathered beside the first kernel of each pass, and
+        of their gradients, which go round in fp32: each waits for the next kernel, and the last for
+        none.
+        """
+        layout, ranks = self._layout, self._layout.context
+        keys_bytes = 2 * self._stream_bytes / layout.tensor
+        gather_s = self._call_s(Collective.ALL_GATHER, ranks * keys_bytes, "context")
+        in_fp32 = FP32_BYTES / factor_bytes(self._rank.alone.precision)
+        send_s = self._send_s(in_fp32 * keys_bytes, "context")
+        forward_s, backward_s = (
+            self._kernels.blocks[kind][phase].attention_s / ranks for phase in _PHASES
+        )
+        runs_again = layout.checkpoint == 1
+        backward_s -= runs_again * forward_s
+        exposed_s = (1 + runs_again) * max(0.0, gather_s - forward_s)
+        exposed_s += max(0.0, gather_s - backward_s)
+        return exposed_s + (ranks - 1) * max(0.0, send_s - backward_s) + send_s
 
     def _send_s(self, num_bytes: float, axis: str) -> float:
         """Seconds in which a rank sends to its neighbour in a group."""
@@ -450,7 +491,8 @@ class _LayoutTimer:
         and replicas average once in a step.
         """
         layout, elements, shards = self._layout, sum(unit.parts), self._shards(unit)
-        sharded_bytes = unit.element_bytes if layout.stage == 3 else FP32_BYTES
+        is_half = layout.stage == 3 and not layout.fp32_reductions
+        sharded_bytes = unit.element_bytes if is_half else FP32_BYTES
         if shards > 1 and (reduces or layout.shards_parameters):
             num_bytes = sharded_bytes * elements * shards
             yield _call_of(unit, Collective.REDUCE_SCATTER, num_bytes)

@@ -77,22 +77,48 @@ def rank_operations(
     return operations
 
 
-def with_sums(operations: Iterable[Operation], context: int) -> Iterator[Operation]:
+def with_sums(
+    operations: Iterable[Operation], context: int, *, gathers: bool = False
+) -> Iterator[Operation]:
     """The operations with the passes by which a ring of so many ranks adds what attention makes of
     each other rank's keys to what it made before, in fp32: its result, or in backward the gradients
-    of queries, keys and values (PyTorch's `_SDPAMerger` and `convert_to_f32`; Transformer Engine
-    does so too).
+    of queries, keys and values, as Transformer Engine does. With `gathers` these are PyTorch's.
     """
     for operation in operations:
         yield operation
         if operation.kind is not OperationKind.ATTENTION or context == 1:
             continue
         rows, width, _ = operation.sides
+        elements = operation.batch * rows * width
+        is_forward = operation.form is Form.ATTENTION
+        if gathers:
+            yield from _eager_sums(elements, context, is_forward)
+            continue
         element_bytes = (operation.element_bytes or FP32_BYTES) + 2 * FP32_BYTES
         yield Operation(
             kind=OperationKind.PASS,
-            moved_bytes=element_bytes * operation.batch * rows * width,
-            launches=(context - 1) * (1 if operation.form is Form.ATTENTION else 3),
+            moved_bytes=element_bytes * elements,
+            launches=(context - 1) * (1 if is_forward else 3),
+        )
+
+
+EAGER_SUMS = {True: ((10, 40.5), (4, 20.0)), False: ((11, 58.5), (12, 100.0))}
+"""Passes in forward, and in backward, and the bytes that all of them move for each element of
+queries, by which PyTorch's `_templated_ring_attention` adds up: in each step after the first, and
+besides. In half of the steps a rank has all queries and half of the keys, else half of the queries.
+A step joins keys and values (8), widens its result (6, or 3 of a half) and merges it (32, or 16 and
+a copy of 8), or adds its gradients (33 or 34) and joins those of keys and values (16).
+"""
+
+
+def _eager_sums(elements: int, context: int, is_forward: bool) -> Iterator[Operation]:
+    """The passes of PyTorch's ring for queries of so many elements."""
+    of_step, besides = EAGER_SUMS[is_forward]
+    for times, (passes, element_bytes) in ((context - 1, of_step), (1, besides)):
+        yield Operation(
+            kind=OperationKind.PASS,
+            moved_bytes=round(element_bytes * elements / passes),
+            launches=times * passes,
         )
 
 

@@ -28,9 +28,10 @@ from cs336.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336.costs.accounting import ADAMW_BYTES
 from cs336.costs.curves import Curves, transferred_curves
 from cs336.costs.hardware import find_device
-from cs336.costs.layout import SELECTIVE, Layout
+from cs336.costs.layout import FSDP_PASSES, SELECTIVE, Layout
 from cs336.costs.layout_cost import layout_cost
 from cs336.costs.memory import predicted_peak_bytes
 from cs336.costs.networks import links_of
@@ -53,6 +54,16 @@ those of an H100 SXM and of an H100 NVL, which are 1 and 0.84.
 TRITON_SLOWER = {Form.ATTENTION: 1.4, Form.ATTENTION_BACKWARD: 2.0}
 """How many times as long as FlashAttention 2 its predecessor's port to Triton takes: Dao 2023
 (section 4.1) has 1.3 to 1.5 in forward, and about 2 in backward.
+"""
+UNFUSED_BYTES = 92
+"""Bytes for each parameter of AdamW that is a pass for each operation, as Composer's
+`DecoupledAdamW` and PyTorch's `foreach` are: decay, or none; both moments, their root, its two
+scalings and the update take 80, and the norm and the clipping of gradients 12.
+"""
+METRICS_BYTES = 2 * (2 + 4 + 4 + 4)
+"""Bytes for each logit of a micro-batch with which Composer's `LanguageCrossEntropy` and
+`LanguagePerplexity`, which llm-foundry's models compute of what they train on, cast logits to fp32
+and take the logarithm of their softmax.
 """
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
 FILES = {
@@ -156,6 +167,10 @@ def layout_of(row: Row) -> Layout:
         "accumulate": int(row["accumulate"]),
         "checkpoint": CHECKPOINTS.get(row["checkpoint"], 0),
         "fp8": RECIPES.get(row["precision"]),
+        "fp32_reductions": bool(row["fsdp"]),
+        "copied_bytes": FSDP_PASSES.get(row["fsdp"], (0, 0)),
+        "overlaps_experts": row["expert_overlap"] == "yes",
+        "gathers_context": row["source"].startswith("pytorch/torchtitan"),
     }
     ways = int(row["tensor"]) * int(row["pipeline"]) * int(row["context_parallel"])
     replicas = int(row["gpus"]) // ways
@@ -171,6 +186,9 @@ def layout_of(row: Row) -> Layout:
         return Layout(**numbers, shard=replicas, stage=2)
     if not row["shard"].isdigit():
         return Layout(**numbers, data=replicas)
+    # PyTorch's pipelines gather parameters and reduce gradients once in a step
+    if numbers["pipeline"] > 1:
+        numbers["stage"] = 1
     # a row counts the ranks that share a context among its shards
     shards = min(int(row["shard"]) // int(row["context_parallel"]), replicas)
     return Layout(**numbers, shard=shards, data=replicas // shards)
@@ -184,6 +202,8 @@ def assumed(row: Row) -> str:
         words.append(f"{share:.2f} of the rates of {name}")
     if row["attention"] == "triton":
         words.append("Triton's attention slower than FlashAttention 2 by what its paper says")
+    if row["fsdp"] and row["precision"] == "bf16":
+        words.append("a residual stream in fp32, where FSDP casts all to bf16")
     if row["checkpoint"] == "not said":
         words.append("no checkpoints")
     is_fused = row["precision"] in RECIPES
@@ -199,6 +219,8 @@ def assumed(row: Row) -> str:
         words.append("ranks of a context attend to equally many keys each")
     if row["compile"] == "fused kernels" and row["tensor"] != "1":
         words.append("no collective of tensor groups beside its matmul")
+    if row["left_out"]:
+        words.append(f"left out: {row['left_out']}")
     return ", ".join(words)
 
 
@@ -233,6 +255,13 @@ def with_triton(curves: Curves) -> Curves:
     return replace(curves, matmuls={**curves.matmuls, Precision.BF16: tuple(slowed)})
 
 
+@cache
+def with_unfused(curves: Curves) -> Curves:
+    """The curves with an optimizer that is a pass for each operation."""
+    more = UNFUSED_BYTES / ADAMW_BYTES
+    return replace(curves, adamw={size: curves.pass_s(round(more * size)) for size in curves.adamw})
+
+
 def foretold(row: Row, folder: Path) -> dict[str, object]:
     """A row with its forecast; the folder is for configuration files."""
     answer: dict[str, object] = {name: row.get(name) for name in COLUMNS if name in row}
@@ -243,6 +272,8 @@ def foretold(row: Row, folder: Path) -> dict[str, object]:
     curves, stands_on = curves_of(row["hardware"])
     if row["attention"] == "triton":
         curves = with_triton(curves)
+    if row["optimizer"] == "passes":
+        curves = with_unfused(curves)
     layout = layout_of(row)
     answer["layout"] = layout.label
     seconds = seconds_of(row, config, layout, curves)
@@ -306,8 +337,16 @@ def seconds_of(
     cost = layout_cost(config, layout, curves, links)
     if isinstance(cost, str):
         return cost
-    spread = cost.time.spread
-    return cost.step_s, cost.step_s / spread, cost.step_s * spread, cost.peak_bytes
+    step_s, spread = cost.step_s + metrics_s(row, curves), cost.time.spread
+    return step_s, step_s / spread, step_s * spread, cost.peak_bytes
+
+
+def metrics_s(row: Row, curves: Curves) -> float:
+    """Seconds of a step in which a program computes metrics of its training batch."""
+    if not row["source"].startswith("mosaicml/llm-foundry"):
+        return 0.0
+    logits = int(row["micro_batch"]) * int(row["context"]) * int(row["vocab"])
+    return int(row["accumulate"]) * curves.pass_s(METRICS_BYTES * logits)
 
 
 def summary(answers: list[dict[str, object]]) -> Iterator[str]:

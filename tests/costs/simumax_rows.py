@@ -66,7 +66,8 @@ CAUSES = {
         (name, "computing"): "SimuMax has efficiencies of B200's matmuls as they were measured, by "
         "shape where it has the shape and 0.49 of the peak elsewhere, of experts 0.30 "
         "(configs/system/b200_bf16_ceperm.json), and fused kernels for what lies between; ours are "
-        "shares of the data sheet's rates that an H100 reaches, with eager passes"
+        "an H200's, faster by what was measured of large matmuls on both (reached_bf16 of "
+        "data_sheets.csv), with eager passes"
         for name in CASES
     },
     **{

@@ -18,7 +18,7 @@ from cs336.costs.layout_cost import LayoutCost, layout_cost
 from cs336.costs.layout_memory import Rank, fullest_rank_bytes
 from cs336.costs.memory import allocated_levels, rounded_bytes
 from cs336.costs.rank_operations import rank_operations
-from cs336.costs.ranks_time import Links
+from cs336.costs.ranks_time import SPEED_BESIDE, Links
 from cs336.costs.recipes import Recipe
 from cs336.costs.tape import FP8_BYTES, OperationKind, phases_of
 from cs336.costs.time import factors_of
@@ -90,7 +90,7 @@ def made(directory: Path, settings: dict[str, object], **changes: object) -> Run
     return run(path)
 
 
-def cost(config: RunConfig, links: Links = LINKS, **layout: int) -> LayoutCost:
+def cost(config: RunConfig, links: Links = LINKS, **layout: int | bool) -> LayoutCost:
     forecast = layout_cost(config, Layout(**layout), CURVES, links)
     assert isinstance(forecast, LayoutCost), forecast
     return forecast
@@ -215,6 +215,25 @@ def test_between_nodes_each_rank_sends_what_other_nodes_experts_get(tmp_path: Pa
     forecast = cost(config, links, expert=8, stage=1)
     sent_bytes = 256 * 2 * 128 * 2 * (1 - 1 / 4)
     assert forecast.time.exposed_s["expert"] == pytest.approx(4 * 2 * 2 * sent_bytes / 1e9)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12])
+def test_beside_another_micro_batch_s_kernels_tokens_take_what_these_lose(
+    tmp_path: Path, bytes_per_s: float
+) -> None:
+    """As long as tokens are sent, kernels run at `SPEED_BESIDE`, and then alone: together they take
+    no less than the sending alone.
+    """
+    config = made(tmp_path, MIXTRAL)
+    links = Links(gpus_per_node=8, node_bytes_per_s=bytes_per_s)
+    plain, beside = (
+        cost(config, links, expert=8, stage=1, accumulate=4, overlaps_experts=overlaps).time
+        for overlaps in (False, True)
+    )
+    sent_s, both_s = plain.exposed_s["expert"], beside.compute_s + beside.exposed_s["expert"]
+    assert beside.compute_s == plain.compute_s
+    left_s = max(0.0, plain.compute_s - SPEED_BESIDE * sent_s)
+    assert both_s == pytest.approx(sent_s + left_s, rel=0.02)
 
 
 def test_twice_the_blocks_take_twice_as_long(tmp_path: Path) -> None:

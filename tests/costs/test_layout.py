@@ -52,7 +52,7 @@ def run(size: str = "2.7B", **changes: object) -> RunConfig:
     return replace(config, **changes)
 
 
-def cost(config: RunConfig, links: Links = LINKS, **layout: int) -> LayoutCost:
+def cost(config: RunConfig, links: Links = LINKS, **layout: int | bool) -> LayoutCost:
     forecast = layout_cost(config, Layout(**layout), CURVES, links)
     assert isinstance(forecast, LayoutCost), forecast
     return forecast
@@ -355,3 +355,20 @@ def test_stages_and_shards_of_known_models_add_up_to_their_parameters(
     rank = Rank(config=config, layout=Layout(tensor=8, shard=4))
     assert 8 * (rank.elements(blocks, is_kept=False) - vectors) + vectors == parameters
     assert 32 * (rank.elements(blocks, is_kept=True) - vectors) + vectors == parameters
+
+
+def test_fsdp_reduces_in_fp32_twice_the_bytes() -> None:
+    """Where links are so slow that nothing hides: blocks gather 2 bytes of each element twice, and
+    reduce 2 or 4. The embedding's are in fp32 in either case.
+    """
+    slow = replace(LINKS, node_bytes_per_s=1e6, times={})
+    config = run("8B")
+    in_half, in_fp32 = (
+        cost(config, slow, shard=8, fp32_reductions=is_fp32).time.exposed_s["data"]
+        for is_fp32 in (False, True)
+    )
+    every = config.model.num_layers * config.model.d_model
+    every *= 4 * config.model.d_model + 3 * config.model.d_ff
+    head = config.model.vocab_size * config.model.d_model
+    more_s = 2 * 7 / 8 * (every + head) / slow.node_bytes_per_s
+    assert in_fp32 - in_half == pytest.approx(more_s, rel=0.01)
