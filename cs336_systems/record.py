@@ -151,7 +151,9 @@ class Measurement:
     @property
     def cv(self) -> float | None:
         """Coefficient of variation, std / mean, or None for a single time or a mean of 0."""
-        return None if self.stdev_s is None or not self.mean_s else self.stdev_s / self.mean_s
+        if self.stdev_s is None or not self.mean_s:
+            return None
+        return self.stdev_s / self.mean_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -299,11 +299,12 @@ def _can_use_efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     (check_batch_size_and_num_heads_dense).
     """
     aligned = 16 // q.element_size()
+    are_aligned = all(x.shape[-1] % aligned == 0 and x.stride(-1) == 1 for x in (q, k, v))
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and q.dtype in (torch.float32, *HALF)
         and q.shape[1] == k.shape[1] == v.shape[1]
-        and not any(x.shape[-1] % aligned or x.stride(-1) != 1 for x in (q, k, v))
+        and are_aligned
     )
 
 
@@ -326,13 +327,7 @@ def _attention(
     if q.dim() != 4 or not (is_flash or is_cudnn or _can_use_efficient(q, k, v)):
         return call(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
     if is_flash and not is_cudnn:
-        flash, width = torch.ops.aten._scaled_dot_product_flash_attention, q.shape[-1]
-        if width % 8 == 0:
-            return flash(q, k, v, dropout, is_causal, scale=scale)[0]
-        q, k, v = (torch.constant_pad_nd(x, (0, -width % 8)) for x in (q, k, v))
-        return flash(q, k, v, dropout, is_causal, scale=width**-0.5 if scale is None else scale)[0][
-            ..., :width
-        ]
+        return _flash_attention(q, k, v, dropout, is_causal, scale)
     keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     # each call makes a mask of numbers, which its backward keeps
     if mask is not None and mask.dtype is torch.bool:
@@ -343,13 +338,29 @@ def _attention(
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         return cudnn(q, k, v, mask, keeps_sums, dropout, is_causal, False, scale=scale)[0]
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    mask = None if mask is None else _aligned(mask).expand(*q.shape[:3], k.shape[2])
+    if mask is not None:
+        mask = _aligned(mask).expand(*q.shape[:3], k.shape[2])
     return efficient(q, k, v, mask, keeps_sums, dropout, is_causal, scale=scale)[0]
+
+
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> Any:
+    """Attention by flash attention's kernel, for which heads are padded to a multiple of 8."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    width = q.shape[-1]
+    if width % 8 == 0:
+        return flash(q, k, v, dropout, is_causal, scale=scale)[0]
+    if scale is None:
+        scale = width**-0.5  # of the heads as they are
+    q, k, v = (torch.constant_pad_nd(x, (0, -width % 8)) for x in (q, k, v))
+    return flash(q, k, v, dropout, is_causal, scale=scale)[0][..., :width]
 
 
 def _aligned(mask: Tensor) -> Tensor:
     """A mask whose rows begin at multiples of 16 elements (preprocess_mask in attention.cpp)."""
-    if mask.stride(-1) == 1 and not any(stride % 16 for stride in mask.stride()[:-1]):
+    *others, last = mask.stride()
+    if last == 1 and all(stride % 16 == 0 for stride in others):
         return mask
     keys = mask.shape[-1]
     return torch.constant_pad_nd(mask, (0, 16 - keys % 16))[..., :keys]

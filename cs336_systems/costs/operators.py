@@ -61,7 +61,8 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
     """Record one matmul, or a batch of them."""
     a, b = call.ins[-2:]
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
-    trace.matmul(_form(a, b), sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    batch = len(a) if a.dim() == 3 else 1
+    trace.matmul(_form(a, b), sides, a.element_size(), batch=batch)
     if call.name == "addmm" and call.ins[0].dim() == 1:
         trace.claim_workspace("cuBLASLt workspace", CUBLASLT_WORKSPACE_BYTES)
     # as many rows as the tokens that an expert was given: taken for a matmul of that expert

@@ -152,7 +152,8 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # such as DTensor, whose operations on its parts come here next
         if function.namespace == "c10d":
             return self._trace.collective(function, args)
-        if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+        is_copy = function is torch.ops.aten.copy_.default
+        if is_copy and args[1].is_meta and not args[0].is_meta:
             return args[0]  # there is no data to copy to the host
         name = function.name().split("::")[1].split(".")[0]
         out = self._trace.routing.answer(name, args)

@@ -32,7 +32,9 @@ def own_steps(step: Callable[[], object], trace: StepTrace) -> Tape:
             trace.note_graphs()
     tape = trace.tape()
     del result
-    if not any(event >= 0 for event in tape.events[tape.steps[-1][0][1] :]):
+    begin = tape.steps[-1][0][1]
+    allocates = any(event >= 0 for event in tape.events[begin:])
+    if not allocates:
         raise TraceError("the step makes no tensor on a GPU: let it name the device cuda")
     return tape
 

@@ -75,10 +75,11 @@ def _places(kinds: Sequence[int], wanted: Sequence[int]) -> list[int]:
     """The places of the first blocks of the kinds that are wanted, in order."""
     kept: list[int] = []
     for kind in wanted:
-        alike = [place for place, other in enumerate(kinds) if other == kind and place not in kept]
-        if not alike:
+        alike = {place for place, other in enumerate(kinds) if other == kind}
+        left = alike.difference(kept)
+        if not left:
             raise TraceError("the model has too few blocks of one kind to tell what one costs")
-        kept.append(alike[0])
+        kept.append(min(left))
     return sorted(kept)
 
 

@@ -279,7 +279,8 @@ class _UsesOf(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         except Exception as error:
             given = [*args, *(kwargs or {}).values()]
-            if any(value is self._tokens for value in given) and "embedding" not in str(function):
+            has_tokens = any(value is self._tokens for value in given)
+            if has_tokens and "embedding" not in str(function):
                 self.failure = error
             raise
 

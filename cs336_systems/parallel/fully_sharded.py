@@ -212,8 +212,9 @@ class FSDP(nn.Module):
         unit.uninstall()
         if self._in_backward:
             return
+        is_last = self._last_order[-1:] == [unit]
         # backward begins with the last unit, so that stays
-        if not self._last_order or unit is not self._last_order[-1] or not torch.is_grad_enabled():
+        if not (is_last and torch.is_grad_enabled()):
             unit.free()
         for tensor in graded(output):
             tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))

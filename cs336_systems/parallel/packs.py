@@ -148,4 +148,7 @@ def received(rows: tuple[Tensor, ...] | None, elements: slice = slice(None)) -> 
     """The given elements of the other ranks' gradients, whose buffers are `rows` in rank order;
     None if `rows` is None.
     """
-    return None if rows is None else Received(tuple(row[elements] for row in rows), dist.get_rank())
+    if rows is None:
+        return None
+    gradients = tuple(row[elements] for row in rows)
+    return Received(gradients, before=dist.get_rank())

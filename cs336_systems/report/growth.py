@@ -94,7 +94,8 @@ def total(parts: Mapping[str, int]) -> int:
     """The sum of all parts but workspaces of libraries, which are as large for any step; at least
     0, as a step that frees what an earlier one left keeps nothing.
     """
-    return max(0, sum(amount for part, amount in parts.items() if not part.endswith(WORKSPACE)))
+    amounts = [amount for part, amount in parts.items() if not part.endswith(WORKSPACE)]
+    return max(0, sum(amounts))
 
 
 def _renamed(before: Costs, now: Costs) -> dict[str, str]:

@@ -243,9 +243,8 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
     that differ still look the same, further columns are added, at last those that are named last,
     such as the digest.
     """
-    names = [
-        name for name in (rows[0] if rows else ()) if name not in (*always, *_IMPLIED, *_NAMED_LAST)
-    ]
+    placed_otherwise = {*always, *_IMPLIED, *_NAMED_LAST}
+    names = [name for name in rows[0] if name not in placed_otherwise] if rows else []
     ordered = sorted(names, key=_name_place)
     shown = [*always, *(name for name in ordered if _varies(rows, name))]
     by_size: dict[str, list[Identity]] = {}
@@ -257,7 +256,8 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
     # cells cut long values, and a value may be unknown, so rows that differ can look the same
     num_different = len({tuple(row.values()) for row in rows})
     for name in (*ordered, *_IMPLIED, *_NAMED_LAST):
-        if len({tuple(_cell(row.get(name)) for name in shown) for row in rows}) == num_different:
+        looks = {tuple(_cell(row.get(name)) for name in shown) for row in rows}
+        if len(looks) == num_different:
             break
         if name not in shown and len({row.get(name) for row in rows}) > 1:
             shown.append(name)

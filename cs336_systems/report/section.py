@@ -118,7 +118,9 @@ def make_table(
     cells = []
     for row in kept:
         cells.append(tuple(column.cell(row) for column in columns))
-    of_failed = [index for index, row in enumerate(kept) if failed is not None and failed(row)]
+    of_failed = []
+    if failed is not None:
+        of_failed = [index for index, row in enumerate(kept) if failed(row)]
     return Table(
         title=title,
         headings=tuple(columns),
@@ -256,9 +258,11 @@ def over_configurations(
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
     identity_columns = [] if is_single else identity.identity_columns(kept)
-    filled = [
-        column for column in columns if not column.key or any(row[column.key] for row in kept)
-    ]
+    filled = []
+    for column in columns:
+        is_filled = not column.key or any(row[column.key] for row in kept)
+        if is_filled:
+            filled.append(column)
     all_notes = list(notes)
     also = identity.ALWAYS if is_single else ()
     if shared := settings([row["entry"] for row in kept], also):

@@ -258,7 +258,9 @@ class Gate:
     @property
     def passed(self) -> bool | None:
         """None without a verdict. Losses that are not finite fail."""
-        return None if self.missing else self.largest is not None and self.largest <= self.bound
+        if self.missing:
+            return None
+        return self.largest is not None and self.largest <= self.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

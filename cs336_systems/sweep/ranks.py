@@ -187,7 +187,8 @@ def run_ranks(
 
 def first_failed(ends: Sequence[RankEnd[AnswerT]]) -> RankEnd[AnswerT] | None:
     """The rank whose failure is the cause of the others'; None if all ended well."""
-    failed = [end for end in ends if not end.is_pending and end.status is not Status.OK]
+    ended = [end for end in ends if not end.is_pending]
+    failed = [end for end in ended if end.status is not Status.OK]
     return min(failed, key=lambda end: end.blame, default=None)
 
 

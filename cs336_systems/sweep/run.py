@@ -424,4 +424,6 @@ def gpus_left_out(configs: Sequence[RunConfig]) -> tuple[Gpu, ...]:
     belong in one table.
     """
     used = _gpus(configs)
-    return () if used == (None,) else tuple(gpu for gpu in visible_gpus() if gpu not in used)
+    if used == (None,):
+        return ()
+    return tuple(gpu for gpu in visible_gpus() if gpu not in used)

@@ -87,12 +87,16 @@ def _scales(largest: Tensor) -> Tensor:
 
 def scale_if(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
     """The fp8 scale of x as a tensor of one element; an empty tensor unless `is_wanted`."""
-    return scale_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
+    if not is_wanted:
+        return x.new_empty(0, dtype=torch.float32)
+    return scale_of(x.abs()).view(1)
 
 
 def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
     """The largest magnitude of x, repeated `parts` times."""
-    return x.abs().amax().float().repeat(parts) if parts else x.new_empty(0, dtype=torch.float32)
+    if not parts:
+        return x.new_empty(0, dtype=torch.float32)
+    return x.abs().amax().float().repeat(parts)
 
 
 class KeptScale(NamedTuple):

@@ -269,7 +269,8 @@ class _PackedAttention(torch.autograd.Function):
 
 def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
     """Views of q, k and v as (batch, heads, seq, d_head)."""
-    return [part.transpose(1, 2) for part in packed.unflatten(-1, (3, num_heads, -1)).unbind(2)]
+    parts = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
+    return [part.transpose(1, 2) for part in parts]
 
 
 @operator("packed_kernel.rotate", mutates=("packed",))

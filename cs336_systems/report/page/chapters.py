@@ -126,11 +126,11 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
     repeated = [note for note, count in counts.items() if count > 1]
     shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     for number, (title, part) in enumerate(sections.items()):
-        blocks = [
-            block
-            for block in _blocks(title, part, repeated, headline)
-            if not isinstance(block, Bars) or any(bar.parts not in shown for bar in block.bars)
-        ]
+        blocks = []
+        for block in _blocks(title, part, repeated, headline):
+            is_repeated = isinstance(block, Bars) and all(bar.parts in shown for bar in block.bars)
+            if not is_repeated:
+                blocks.append(block)
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
     if results is not None and results.records:
         yield Chapter(

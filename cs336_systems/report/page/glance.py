@@ -252,7 +252,8 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
     """Headline of kernel profiles: what limits the profiled steps, how busy the GPU is, and how
     long steps take.
     """
-    if len(entries) == 1 and len(results) <= 1 and not any(result.failed for result in results):
+    has_failed = any(result.failed for result in results)
+    if len(entries) == 1 and len(results) <= 1 and not has_failed:
         return _first_sentence([finding.text for finding in kernel_findings(entries[0])])
     steps, more = of_steps(results)
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
