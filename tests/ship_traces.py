@@ -34,7 +34,7 @@ from cs336.costs import traces
 from cs336.costs.compiled import steps_to_compile, why_refused
 from cs336.costs.compiled_blocks import steps_of_blocks
 from cs336.costs.depth import of_depth
-from cs336.costs.layout import MAX_MICRO_BATCH, Layout, _powers
+from cs336.costs.layout import MAX_MICRO_BATCH, Layout, powers
 from cs336.costs.layout_memory import Rank
 from cs336.costs.memory import is_fast_step, is_predictable
 from cs336.costs.shards import plain
@@ -139,7 +139,7 @@ def compiled() -> Iterator[RunConfig]:
 def blocks_of_plans(size: str) -> Iterator[RunConfig]:
     """Shallow steps of compiled blocks from which `plan --compile default` foretells a preset."""
     config = PlanArguments(size=size, compile=CompileMode.DEFAULT).config()
-    for micro_batch, checkpoint in itertools.product(_powers(MAX_MICRO_BATCH), (0, 1)):
+    for micro_batch, checkpoint in itertools.product(powers(MAX_MICRO_BATCH), (0, 1)):
         layout = Layout(micro_batch=micro_batch, checkpoint=checkpoint)
         yield from steps_of_blocks(Rank(config=config, layout=layout).alone)
 
