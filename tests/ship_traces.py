@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch  # noqa: F401  so that this process traces, and not one for each step
 
-from cs336.commands.plan import PlanArguments
+from cs336.commands.plan import PlanArguments, _training
 from cs336.config import (
     SIZES,
     Attention,
@@ -34,6 +34,7 @@ from cs336.costs import traces
 from cs336.costs.compiled import steps_to_compile, why_refused
 from cs336.costs.compiled_blocks import steps_of_blocks
 from cs336.costs.depth import of_depth
+from cs336.costs.fast_layouts import fast_steps, timed_steps
 from cs336.costs.layout import MAX_MICRO_BATCH, Layout, powers
 from cs336.costs.layout_memory import Rank
 from cs336.costs.memory import is_fast_step, is_predictable
@@ -85,6 +86,7 @@ def shipped() -> Iterator[RunConfig]:
             fast.without_shortcuts,
             replace(fast.without_shortcuts, checkpoint_blocks=1),
         )
+    yield from of_fast_plans()
     yield on_gpu("10B")
     every = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
     for size, ways in {"small": every, "xl": every, "2.7B": (Parallel.FSDP,)}.items():
@@ -99,6 +101,19 @@ def shipped() -> Iterator[RunConfig]:
                     ranks=2,
                     shard_optimizer=shards,
                 )
+
+
+def of_fast_plans() -> Iterator[RunConfig]:
+    """What `plan --fast` asks of presets on the GPUs of a node."""
+    for size in ("small", "gpt2", "8B"):
+        arguments = PlanArguments(size=size, gpus="8xH100", fast=True)
+        training = _training(arguments, arguments.config(), arguments.known_ceilings())
+        assert training.fast is not None
+        links = training.links
+        steps, _ = fast_steps(training.fast, training.gpus, training.sequences, links, None)
+        timed, _ = timed_steps(steps, training.memory_bytes, training.curves, links)
+        for step, _ in timed:
+            yield from (step.config, step.config.alone)
 
 
 def shallow() -> Iterator[RunConfig]:

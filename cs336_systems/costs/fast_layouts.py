@@ -119,11 +119,14 @@ def _layout(config: RunConfig, recipe: Recipe | None) -> Layout:
     )
 
 
-def fast_costs(
+TimedStep = tuple[FastStep, LayoutTime]
+
+
+def timed_steps(
     steps: Iterable[FastStep], memory_bytes: int, curves: Curves, links: Links
-) -> tuple[list[LayoutCost], Reasons]:
-    """The forecasts of the steps that fit this memory, without those that are slower than another
-    one and clearly need no less; and why some have none.
+) -> tuple[list[TimedStep], Reasons]:
+    """The steps that seem to fit this memory, with their times, without those that are slower than
+    another one and clearly need no less; and why some have none.
     """
     reasons = Reasons()
     likely = []
@@ -131,17 +134,24 @@ def fast_costs(
         if step.closed_form_bytes < CLOSED_FORM_SPREAD * memory_bytes:
             likely.append(step)
     _prepare([step.config.alone for step in likely])
-    times: list[tuple[FastStep, LayoutTime]] = []
+    times: list[TimedStep] = []
     for step in likely:
         time = _time(step.config, curves, links)
         if time is None:
             reasons["no matmul was measured that is large enough for such a micro-batch"] = None
         else:
             times.append((step, time))
-    wanted = [*_wanted(times)]
-    _prepare([step.config for step, _ in wanted])
+    return [*_unbeaten(times)], reasons
+
+
+def fast_costs(
+    steps: Iterable[FastStep], memory_bytes: int, curves: Curves, links: Links
+) -> tuple[list[LayoutCost], Reasons]:
+    """The forecasts of those of the steps that fit this memory; and why some have none."""
+    timed, reasons = timed_steps(steps, memory_bytes, curves, links)
+    _prepare([step.config for step, _ in timed])
     costs = []
-    for step, time in wanted:
+    for step, time in timed:
         if fits(step.config, memory_bytes) is False:
             continue
         costs.append(
@@ -163,7 +173,7 @@ def step_bytes(step: FastStep) -> int:
     return prediction.peak.allocated_bytes
 
 
-def _wanted(times: Iterable[tuple[FastStep, LayoutTime]]) -> Iterator[tuple[FastStep, LayoutTime]]:
+def _unbeaten(times: Iterable[TimedStep]) -> Iterator[TimedStep]:
     """The steps that no other beats in both time and memory, as far as the closed form tells."""
     least_bytes: float | None = None
     for step, time in sorted(times, key=lambda one: one[1].step_s):
@@ -180,7 +190,7 @@ def _prepare(configs: Iterable[RunConfig]) -> None:
         missing |= {step for step in steps_to_trace(config) if not is_at_hand(step)}
     if missing:
         steps = counted(len(missing), "step")
-        print_aside(f"tracing {steps} of --fast: about a second for each ten blocks")
+        print_aside(f"tracing {steps} of --fast, which come without a trace: about 3 s for each")
     prepare_forecasts(configs)
 
 
