@@ -64,12 +64,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
     """Say what it takes to train a model on many GPUs: whether it fits, how long, how much, and the
     best layouts (data, FSDP, tensor, pipeline, context and expert parallel), time against memory.
 
-    Nothing is run, and no GPU is needed, nor torch but for --model: a factory, or hf:PATH of a
-    configuration file, of whose blocks one of each kind is traced. `cs336 plan --size 8B --tokens
-    1T --gpus 64xH100 --price 2.5`. Without --tokens: one step. The optimizer is fused AdamW, and
-    attention is fused. With --compile default each block is compiled on its own, for a GPU that is
-    not there: one block and two for each micro-batch, with checkpoints and without, a minute or two
-    in all the first time.
+    Nothing is run, and no GPU is needed, nor torch but for what has to be traced: --model, a
+    factory or hf:PATH of a configuration file, of whose blocks one of each kind is traced; --fast;
+    and other sizes with --compile default, of which one block and two are compiled for a GPU that
+    is not there. `cs336 plan --size 8B --tokens 1T --gpus 64xH100 --price 2.5`. Without --tokens:
+    one step. The optimizer is fused AdamW, and attention is fused.
     """
 
     gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"

@@ -14,11 +14,11 @@ from .fit import fits
 from .layout import MAX_MICRO_BATCH, SELECTIVE, Layout, powers
 from .layout_cost import LayoutCost, sequence_flops
 from .layout_time import LayoutTime
-from .memory import is_fast_step, predict_memory
+from .memory import is_fast_step, predict_memory, why_not_predicted
 from .ranks_time import Links, ranks_step_time
 from .recipes import Recipe
 from .time import prepare_forecasts, step_time, steps_to_trace
-from .traces import is_at_hand
+from .traces import is_at_hand, require_tape
 
 MakeStep = Callable[[Mapping[str, Any]], RunConfig]
 """Makes the step that `--fast` chooses for these settings; raises ValueError for settings that do
@@ -138,7 +138,8 @@ def timed_steps(
     for step in likely:
         time = _time(step.config, curves, links)
         if time is None:
-            reasons["no matmul was measured that is large enough for such a micro-batch"] = None
+            why = why_not_predicted(step.config.alone)
+            reasons[why or "no measured matmul is large enough for such a micro-batch"] = None
         else:
             times.append((step, time))
     return [*_unbeaten(times)], reasons
@@ -152,13 +153,16 @@ def fast_costs(
     _prepare([step.config for step, _ in timed])
     costs = []
     for step, time in timed:
-        if fits(step.config, memory_bytes) is False:
+        peak_bytes = step_bytes(step)
+        if peak_bytes is None:
+            reasons[why_not_predicted(step.config)] = None
+        if peak_bytes is None or fits(step.config, memory_bytes) is False:
             continue
         costs.append(
             LayoutCost(
                 layout=step.layout,
                 time=time,
-                peak_bytes=step_bytes(step),
+                peak_bytes=peak_bytes,
                 flops=step.layout.global_batch * sequence_flops(step.config.without_shortcuts),
                 asked=step.asked,
             )
@@ -166,11 +170,10 @@ def fast_costs(
     return costs, reasons
 
 
-def step_bytes(step: FastStep) -> int:
-    """Bytes of a rank's tensors at the peak."""
+def step_bytes(step: FastStep) -> int | None:
+    """Bytes of a rank's tensors at the peak; None if the step cannot be traced."""
     prediction = predict_memory(step.config)
-    assert prediction is not None, f"{step.config.label} was traced for its time"
-    return prediction.peak.allocated_bytes
+    return None if prediction is None else prediction.peak.allocated_bytes
 
 
 def _unbeaten(times: Iterable[TimedStep]) -> Iterator[TimedStep]:
@@ -189,6 +192,8 @@ def _prepare(configs: Iterable[RunConfig]) -> None:
     for config in configs:
         missing |= {step for step in steps_to_trace(config) if not is_at_hand(step)}
     if missing:
+        for step in missing:
+            require_tape(step)
         steps = counted(len(missing), "step")
         print_aside(f"tracing {steps} of --fast, which come without a trace: about 3 s for each")
     prepare_forecasts(configs)

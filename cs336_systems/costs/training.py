@@ -173,7 +173,8 @@ def _fast_plan(training: Training, make: MakeStep) -> TrainingPlan:
     smallest = None
     if steps and not fitting:
         least = min(steps, key=lambda step: step.closed_form_bytes)
-        smallest = least.layout, step_bytes(least)
+        least_bytes = step_bytes(least)
+        smallest = None if least_bytes is None else (least.layout, least_bytes)
     return TrainingPlan(
         training=training,
         front=tuple(pareto(fitting)),
