@@ -1,12 +1,13 @@
 """Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of
 the step. `python -m tests.ship_traces missing` adds those that are missing, after new steps were
-published, and `compiled` those of compiled steps.
+published, and `compiled` adds those of compiled steps.
 
 Run it with PyTorch 2.11, by which the published records were measured: from 2.13 on autocast runs
 RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
 """
 
 import itertools
+import lzma
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -14,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch  # noqa: F401  so that this process traces, and not one for each step
 
+from cs336.commands.plan import PlanArguments, _training
 from cs336.config import (
     SIZES,
     Attention,
@@ -29,7 +32,11 @@ from cs336.config import (
 )
 from cs336.costs import traces
 from cs336.costs.compiled import steps_to_compile, why_refused
+from cs336.costs.compiled_blocks import steps_of_blocks
 from cs336.costs.depth import of_depth
+from cs336.costs.fast_layouts import fast_steps, timed_steps
+from cs336.costs.layout import MAX_MICRO_BATCH, Layout, powers
+from cs336.costs.layout_memory import Rank
 from cs336.costs.memory import is_fast_step, is_predictable
 from cs336.costs.shards import plain
 from cs336.costs.traces import is_compiled
@@ -79,6 +86,7 @@ def shipped() -> Iterator[RunConfig]:
             fast.without_shortcuts,
             replace(fast.without_shortcuts, checkpoint_blocks=1),
         )
+    yield from of_fast_plans()
     yield on_gpu("10B")
     every = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
     for size, ways in {"small": every, "xl": every, "2.7B": (Parallel.FSDP,)}.items():
@@ -93,6 +101,19 @@ def shipped() -> Iterator[RunConfig]:
                     ranks=2,
                     shard_optimizer=shards,
                 )
+
+
+def of_fast_plans() -> Iterator[RunConfig]:
+    """What `plan --fast` asks of presets on the GPUs of a node."""
+    for size in ("small", "gpt2", "8B"):
+        arguments = PlanArguments(size=size, gpus="8xH100", fast=True)
+        training = _training(arguments, arguments.config(), arguments.known_ceilings())
+        assert training.fast is not None
+        links = training.links
+        steps, _ = fast_steps(training.fast, training.gpus, training.sequences, links, None)
+        timed, _ = timed_steps(steps, training.memory_bytes, training.curves, links)
+        for step, _ in timed:
+            yield from (step.config, step.config.alone)
 
 
 def shallow() -> Iterator[RunConfig]:
@@ -114,7 +135,9 @@ def shallow() -> Iterator[RunConfig]:
 
 
 def compiled() -> Iterator[RunConfig]:
-    """Steps under torch.compile whose tapes come with the program: measured ones, and presets."""
+    """Steps under torch.compile whose tapes come with the program: measured ones, presets, and the
+    blocks that `plan` asks for.
+    """
     for runs in committed_runs():
         for record in load_records(runs)[0]:
             if is_compiled(record.config) and not why_refused(record.config):
@@ -126,6 +149,14 @@ def compiled() -> Iterator[RunConfig]:
     for precision, names in sizes.items():
         for size in names:
             yield on_gpu(size, precision=precision, compile=CompileMode.DEFAULT)
+
+
+def blocks_of_plans(size: str) -> Iterator[RunConfig]:
+    """Shallow steps of compiled blocks from which `plan --compile default` foretells a preset."""
+    config = PlanArguments(size=size, compile=CompileMode.DEFAULT).config()
+    for micro_batch, checkpoint in itertools.product(powers(MAX_MICRO_BATCH), (0, 1)):
+        layout = Layout(micro_batch=micro_batch, checkpoint=checkpoint)
+        yield from steps_of_blocks(Rank(config=config, layout=layout).alone)
 
 
 def precisions() -> tuple[Precision, ...]:
@@ -145,9 +176,10 @@ def wanted() -> dict[str, RunConfig]:
 def compiled_names() -> dict[str, RunConfig]:
     """The steps to compile for these, by the names of their tapes."""
     names = {}
-    for config in compiled():
-        for step in steps_to_compile(config)[0]:
-            names[traces.compiled_name(traces.compiled_as(step), traces.COMPILER)] = step
+    measured = (step for config in compiled() for step in steps_to_compile(config)[0])
+    of_plans = (blocks_of_plans(size) for size in SIZES if size != "tiny")
+    for step in itertools.chain(measured, *of_plans):
+        names[traces.compiled_name(traces.compiled_as(step), traces.COMPILER)] = step
     return names
 
 
@@ -173,7 +205,12 @@ def add_compiled() -> None:
         (tape,) = traces.compiled_tapes([step])
         assert tape.compiler == traces.COMPILER, (step.label, tape.failure)
         print(step.label, flush=True)
-    write(traces.SHIPPED_COMPILED, every)
+    tapes = {}
+    for name in sorted(every):
+        kept = traces._kept(name)
+        assert kept is not None
+        tapes[name] = msgspec.Raw(kept if kept.startswith(b"{") else lzma.decompress(kept))
+    traces.SHIPPED_COMPILED.write_bytes(lzma.compress(msgspec.json.encode(tapes)))
 
 
 def write(path: Path, names: Iterable[str]) -> None:

@@ -3,6 +3,7 @@ layout.
 """
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import field, replace
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from ..report.words import GIB, GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
 from .account import ForecastArguments, curves_meant
-from .configure import checked_factory, make_config
+from .configure import NamedGpu, checked_factory, make_config, make_fast_config
 from .outcome import OK, UsageError, checked, print_page, show
 
 MAX_GB_PER_S = 1e6
@@ -63,12 +64,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
     """Say what it takes to train a model on many GPUs: whether it fits, how long, how much, and the
     best layouts (data, FSDP, tensor, pipeline, context and expert parallel), time against memory.
 
-    Nothing is run, and no GPU is needed, nor torch but for --model: a factory, or hf:PATH of a
-    configuration file, of whose blocks one of each kind is traced. `cs336 plan --size 8B --tokens
-    1T --gpus 64xH100 --price 2.5`. Without --tokens: one step. The optimizer is fused AdamW, and
-    attention is fused. With --compile default each block is compiled on its own, for a GPU that is
-    not there: one block and two for each micro-batch, with checkpoints and without, a minute or two
-    in all the first time. Fused kernels of --fast are not foretold in layouts.
+    Nothing is run, and no GPU is needed, nor torch but for what has to be traced: --model, a
+    factory or hf:PATH of a configuration file, of whose blocks one of each kind is traced; --fast;
+    and other sizes with --compile default, of which one block and two are compiled for a GPU that
+    is not there. `cs336 plan --size 8B --tokens 1T --gpus 64xH100 --price 2.5`. Without --tokens:
+    one step. The optimizer is fused AdamW, and attention is fused.
     """
 
     gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"
@@ -102,6 +102,10 @@ class PlanArguments(flags.Flags, ForecastArguments):
     """Compute the linear layers of blocks in fp8, with one scale for each tensor (of this step, not
     of earlier ones), for 128 elements or squares of a weight, or for 32 elements (MXFP8, from
     Blackwell on). What lies between matmuls is fused, as in Transformer Engine.
+    """
+    fast: flags.Switch = False
+    """Steps in the fastest way known, as `benchmark --fast` runs them: by one GPU, or by ranks in
+    this program's own ways. Of --fp8, tensor.
     """
     model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False
@@ -146,6 +150,12 @@ class PlanArguments(flags.Flags, ForecastArguments):
                 raise ValueError(f"{flag} must be above 0 and at most {most:g}, got {number:g}")
         if self.days is not None and self.tokens is None:
             raise ValueError("--days needs --tokens, such as --tokens 1T")
+        if self.fast and self.days is not None:
+            raise ValueError("--days is not searched with --fast: give a number of GPUs by --gpus")
+        if self.fast and self.fp8 not in (None, Recipe.TENSOR):
+            raise ValueError(
+                f"--fast has one fp8 scale for each tensor: --fp8 tensor, got {self.fp8}"
+            )
         name = self.machines[2]
         if name is not None and self.device_name is not None:
             raise ValueError(f"--gpus {self.gpus} names the GPU already: leave --device-name out")
@@ -161,10 +171,14 @@ class PlanArguments(flags.Flags, ForecastArguments):
             "attention": Attention.SDPA,
         }
         given = self.given()
+        if self.fast:
+            if given.get("model_factory") is not None:
+                raise ValueError("no plan: --fast is for this project's models")
+            given.pop("compile", None)  # it is asked of each step
         is_ours = not str(given.get("size", "")).lower().startswith("gpt2")
         if is_ours:
             usual["context_length"] = self._usual_context(given.get("model_factory"))
-        if self.compile not in (None, CompileMode.NONE):
+        if given.get("compile", CompileMode.NONE) is not CompileMode.NONE:
             if given.get("model_factory") is not None:
                 raise ValueError(
                     "no plan: --compile is for this project's models, of which one block is "
@@ -246,6 +260,9 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
     recipe = arguments.fp8
     if recipe is not None and (reason := _why_no_fp8(recipe, config, name, device, curves)):
         raise ValueError(f"--fp8 {recipe}: {reason}")
+    fast = None
+    if arguments.fast:
+        fast = partial(_fast_step, arguments, config, NamedGpu(name, memory_bytes))
     return Training(
         config=config,
         recipe=recipe,
@@ -259,8 +276,24 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
         peak_flops_per_s=None if device is None else device.peak(multiplied),
         curves=curves,
         links=links,
+        fast=fast,
         link_source=link_source,
     )
+
+
+def _fast_step(
+    arguments: PlanArguments, config: RunConfig, gpu: NamedGpu, asked: Mapping[str, Any]
+) -> RunConfig:
+    """The step that --fast chooses for this GPU by the flags of the plan and what is asked besides;
+    raise ValueError for what does not go together.
+    """
+    wanted = arguments.given() | dict(asked)
+    usual: dict[str, Any] = {
+        "size": "small",
+        "context_length": config.model.context_length,
+        "precision": Precision.FP32,
+    }
+    return make_fast_config(Device.CUDA, wanted, gpu, **usual | wanted)
 
 
 def _why_no_fp8(

@@ -40,20 +40,20 @@ def _compiled_step(one: RunConfig, casts: tuple[str, ...]) -> StepByDepth:
     """The same of compiled blocks; `one` is the configuration of one block."""
     if reason := why_ambiguous(one):
         raise DepthError(reason)
-    tapes = compiled_tapes(_to_compile(one))
+    tapes = compiled_tapes(steps_of_blocks(one))
     for tape in tapes:
         if not tape.steps:
             raise DepthError(tape.failure)
     sides = Counter(map(_sides, casts))
     shallow, deeper = (
-        without_views(_with_copies(tape, sides, blocks))
+        without_views(_with_copies(_without_makers(tape), sides, blocks))
         for blocks, tape in zip(BLOCKS, tapes, strict=True)
     )
     return step_of_tapes(shallow, deeper)
 
 
-def _to_compile(config: RunConfig) -> list[RunConfig]:
-    """The steps that are compiled for this one."""
+def steps_of_blocks(config: RunConfig) -> list[RunConfig]:
+    """The steps of few blocks that are compiled for this one."""
     return [as_costed(of_depth(config, blocks)) for blocks in BLOCKS]
 
 
@@ -62,7 +62,7 @@ def compile_missing(configs: Iterable[RunConfig]) -> None:
     steps: dict[RunConfig, None] = {}
     for config in configs:
         if is_compiled(config) and not why_ambiguous(config):
-            steps |= dict.fromkeys(_to_compile(config))
+            steps |= dict.fromkeys(steps_of_blocks(config))
     if steps:
         compiled_tapes(steps)
 
@@ -86,6 +86,16 @@ def stream_width(config: RunConfig, d_model: int) -> str:
     """The side of matrices that is the residual stream's, in formulas of the step's tape."""
     is_named = config.model_factory is None and not is_compiled(config)
     return "d_model" if is_named else str(d_model)
+
+
+def _without_makers(tape: Tape) -> Tape:
+    """The tape without what made its tensors: the first block's input, of the embedding, is then
+    the same as that of others.
+    """
+    kinds = []
+    for category, _, *sizes in tape.kinds:
+        kinds.append((Category.ACTIVATIONS if category is Category.LOSS else category, "", *sizes))
+    return msgspec.structs.replace(tape, kinds=kinds)
 
 
 def _sides(shape: str) -> tuple[str, ...]:

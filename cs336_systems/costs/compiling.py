@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -55,6 +55,10 @@ MOVED = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")
 """Gigabytes that a kernel reads and writes, in the source that inductor writes for it."""
 WITHIN = "the compiled graph"
 """Stands for the module in the labels of tensors: kernels of a compiled graph are of several."""
+_compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+"""What inductor has made of graphs, by all that it depends on: a block is the same graph in models
+of any depth, and between checkpoints too.
+"""
 
 
 def _on(device: torch.device) -> Callable[[Any], Any]:
@@ -81,6 +85,9 @@ def _on(device: torch.device) -> Callable[[Any], Any]:
 
 class Compiler:
     """Stands in for torch.compile while a step is traced."""
+
+    noting: ClassVar[StepTrace]
+    """The trace that notes what compiled code launches, which may be of an earlier trace."""
 
     def __init__(
         self,
@@ -118,6 +125,7 @@ class Compiler:
                 recompile_limit=MANY,
                 accumulated_recompile_limit=MANY,
                 fake_tensor_cache_enabled=False,
+                automatic_dynamic_shapes=False,
             )
             with self._suspended(), self._on_absent_gpu(), torch.no_grad(), limits:
                 self._shows_gpu = True
@@ -136,14 +144,11 @@ class Compiler:
 
     def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Compile a graph of Dynamo's for the GPU; what is returned runs its code in the trace."""
-        inductor, self._shows_gpu = self._torch, False
-        settings = inductor.config.patch(
-            force_disable_caches=True, compile_threads=1, profile_bandwidth=True
-        )
-        lazily = inductor.aot_config.patch(force_non_lazy_backward_lowering=True)
-        with settings, lazily, torch.set_grad_enabled(self._has_gradients):
-            inputs = self._moved(graph, inputs, META)
-            compiled = inductor.compile_fx.compile_fx(graph, inputs, inner_compile=self._inner)
+        self._shows_gpu, Compiler.noting = False, self._trace
+        key = (*_identity(graph, inputs), self._has_gradients)
+        compiled = _compiled.get(key) or self._compiled(graph, inputs)
+        if all(node.op != "get_attr" for node in graph.graph.nodes):  # of which no text tells all
+            _compiled[key] = compiled
         clear_copies()
 
         def run(*args: Any) -> Any:
@@ -153,6 +158,20 @@ class Compiler:
                 return compiled(*args)
 
         return run
+
+    def _compiled(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """What inductor makes of a graph."""
+        inductor = self._torch
+        settings = inductor.config.patch(
+            force_disable_caches=True, compile_threads=1, profile_bandwidth=True
+        )
+        lazily = inductor.aot_config.patch(force_non_lazy_backward_lowering=True)
+        with settings, lazily, torch.set_grad_enabled(self._has_gradients):
+            inputs = self._moved(graph, inputs, META)
+            made: Callable[..., Any] = inductor.compile_fx.compile_fx(
+                graph, inputs, inner_compile=self._inner
+            )
+        return made
 
     def _moved(self, graph: Any, inputs: Any, device: torch.device) -> Any:
         """Put a graph on the device, and return its inputs there.
@@ -248,9 +267,21 @@ class Compiler:
         def run(*args: Any, **_: Any) -> None:
             """Note that the kernel is launched."""
             with without_modes():  # which would show meta tensors on a GPU
-                self._trace.fused(moved_bytes, [*tensors_in(args)])
+                Compiler.noting.fused(moved_bytes, [*tensors_in(args)])
 
         return SimpleNamespace(run=run)
+
+
+def _identity(graph: Any, inputs: Any) -> Iterator[Any]:
+    """All that decides what inductor makes of a graph: its text with all sizes, which inputs have
+    gradients, and what is switched on around it.
+    """
+    yield graph.print_readable(print_output=False, include_stride=True, include_device=True)
+    yield tuple(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+    yield torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    backends = torch.backends.cuda
+    yield backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()
+    yield backends.cudnn_sdp_enabled(), backends.math_sdp_enabled()
 
 
 def _device_or(value: Any, shown: Callable[[torch.device], Any]) -> Any:

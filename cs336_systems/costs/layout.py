@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
-from ..config import RunConfig
+from ..config import Parallel, RunConfig
 from .blocks import blocks_of_model
 from .ranks_time import Links
 from .recipes import Recipe
@@ -88,6 +88,8 @@ class Layout:
     once, and add up by one pass for each operation, as PyTorch's `context_parallel` does; else
     these go round in a ring, and one kernel adds up.
     """
+    way: Parallel | None = None
+    """The way of `--parallel` by which ranks share the step; None: any, or none."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that are no layout."""
@@ -186,6 +188,10 @@ class Layout:
                 words.append(f"{names[axis]} {ranks}")
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks")
+        if self.way is not None:
+            words = [f"{self.way} {self.gpus}"]
+            if not self.way.shards_parameters and self.shard > 1:
+                words.append("sharded optimizer")
         label = " x ".join(words) or "one GPU"
         return label if self.fp8 is None else f"{label}, fp8 by {self.fp8}"
 
@@ -234,7 +240,7 @@ def layouts(config: RunConfig, gpus: int, global_batch: int, links: Links) -> It
     or, in several nodes, over one node (HSDP).
     """
     node = min(gpus, links.gpus_per_node)
-    for tensor, context, pipeline in product(_powers(node), _powers(MOST_CONTEXT), _powers(gpus)):
+    for tensor, context, pipeline in product(powers(node), powers(MOST_CONTEXT), powers(gpus)):
         ways = tensor * context * pipeline
         tokens = config.model.context_length // context
         if gpus % ways or global_batch % (gpus // ways):
@@ -259,9 +265,9 @@ def rank_layouts(config: RunConfig, links: Links) -> Iterator[Layout]:
     experts = blocks_of_model(config).experts or 1
     numbers = product(
         range(1, links.gpus_per_node + 1),
-        _powers(MOST_CONTEXT),
+        powers(MOST_CONTEXT),
         [ranks for ranks in range(1, experts + 1) if experts % ranks == 0],
-        _powers(MAX_MICRO_BATCH),
+        powers(MAX_MICRO_BATCH),
     )
     for tensor, context, expert, micro_batch in numbers:
         if context > 1 and config.model.context_length // context < TOKENS_OF_CONTEXT:
@@ -281,7 +287,7 @@ def _expert_groups(config: RunConfig, tensor: int, replicas: int, in_node: int) 
             yield ranks
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
     """Powers of 2 up to this number, and the number itself."""
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
@@ -305,7 +311,7 @@ def _divided(config: RunConfig, layout: Layout, sequences: int) -> Iterator[Layo
     """Ways in which a rank computes its sequences: several at once, with checkpoints or without,
     and chunks of a stage.
     """
-    sizes = [size for size in _powers(MAX_MICRO_BATCH) if sequences % size == 0]
+    sizes = [size for size in powers(MAX_MICRO_BATCH) if sequences % size == 0]
     for micro_batch, checkpoint, chunks in product(sizes, (0, 1), (1, 2)):
         divided = replace(
             layout,

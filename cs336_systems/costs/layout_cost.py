@@ -39,6 +39,8 @@ class LayoutCost:
     """Tensors of the fullest rank."""
     flops: int
     """Model FLOPs of the step on all ranks together."""
+    asked: tuple[tuple[str, object], ...] | None = None
+    """Of a step with --fast, the settings that are asked for beside the model."""
 
     @property
     def step_s(self) -> float:

@@ -55,6 +55,8 @@ class LayoutTime:
     """Nine of ten such steps take between the time divided and multiplied by this, as far as it
     depends on kernels.
     """
+    spread_below: float | None = None
+    """What the time is divided by for that, where it is another factor."""
     shortest_block_s: Mapping[Phase, float]
     """Kernels of the block that takes least in a micro-batch, by phase."""
 

@@ -15,6 +15,7 @@ count that gather or scatter; all-reduces of many ranks run as trees, which have
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 
 from ..choices import ExchangeRules
@@ -241,6 +242,7 @@ class _Exchanged:
         rules, steps = config.parallel.exchange, stages(config)
         times = exchanges(config)
 
+        @cache
         def call_s(call: CollectiveCall) -> float:
             """Seconds of one collective among all ranks."""
             return call_factor * links.call_s(call, config.ranks)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from ..choices import Shards
-from ..config import Precision, RunConfig
+from ..config import Precision, RunConfig, SdpaBackend
 from .tape import Tape
 from .traces import as_costed, tape_of
 
@@ -71,7 +71,13 @@ class Parameter:
 @lru_cache(maxsize=256)
 def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
     """The parameters of the whole model, in its order."""
-    tape = tape_of(plain(config))
+    return _parameters(plain(config))
+
+
+@lru_cache(maxsize=256)
+def _parameters(config: RunConfig) -> tuple[Parameter, ...]:
+    """The same, of the eager step in one process."""
+    tape = tape_of(config)
     stacks = _stacks_of_experts(tape)
     parameters = []
     for names, sides in tape.parameters:
@@ -127,9 +133,13 @@ def _stacks_of_experts(tape: Tape) -> dict[str, int]:
 
 def plain(config: RunConfig) -> RunConfig:
     """The configuration of the eager step in one process, whose tape has the parameters and the
-    order of gradients.
+    order of gradients. Of this project's models it is the same for all batches and checkpoints.
     """
-    return as_costed(config).alone.without_shortcuts
+    eager = as_costed(config).alone.without_shortcuts
+    if eager.model_factory is not None:
+        return eager
+    eager = eager.with_defaults("batch_size", "accumulate_steps", "checkpoint_blocks")
+    return replace(eager, model=replace(eager.model, sdpa_backend=SdpaBackend.AUTO))
 
 
 def _block_or_module(name: str) -> str:

@@ -15,7 +15,7 @@ from itertools import chain
 from math import exp, hypot, log
 from statistics import fmean, median
 from sys import maxsize
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..choices import EXCHANGES
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
@@ -33,7 +33,7 @@ from .kernels import KernelTime, MatmulPrecision, ProductPrecision
 from .memory import is_fast_step, is_predictable, is_predictable_fast
 from .shards import FP32_BYTES, plain
 from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
-from .traces import as_costed, own_parameters, prepare, require_tape, tape_of
+from .traces import MICRO_BATCHES, as_costed, own_parameters, prepare, require_tape, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -263,8 +263,15 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
 @lru_cache(maxsize=4096)
 def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
     """The same, of a step that is known to be predicted: its operations are launched one by one,
-    or as one graph per phase.
+    or as one graph per phase. From the third micro-batch on, each adds as much to a fast step as
+    the third.
     """
+    if config.fused_blocks and config.accumulate_steps > MICRO_BATCHES + 1:
+        two, three = (
+            _step_time(replace(config, accumulate_steps=number), curves)
+            for number in (MICRO_BATCHES, MICRO_BATCHES + 1)
+        )
+        return _continued(two, three, config.accumulate_steps - MICRO_BATCHES - 1)
     phases = operations(config)
     likely = _replayed(phases, config, curves)
     spread = kernel_spread(chain.from_iterable(phases.values()), config.precision, curves)
@@ -274,6 +281,18 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
         high_s=_replayed(phases, config, curves, spread.factor, SLOWER_LAUNCHES).step_s,
         extrapolated_share=spread.extrapolated_share,
     )
+
+
+def _continued(before: TimePrediction, last: TimePrediction, times: int) -> TimePrediction:
+    """The step that has so many times more what the last one has more than the one before it."""
+    longer: dict[str, Any] = {}
+    for name in ("step_s", "launch_s", "low_s", "high_s"):
+        one, two = getattr(before, name), getattr(last, name)
+        longer[name] = two + times * (two - one)
+    for name in ("phases_s", "kernels_s", "host_phases_s"):
+        of_one, of_two = getattr(before, name), getattr(last, name)
+        longer[name] = {phase: two + times * (two - of_one[phase]) for phase, two in of_two.items()}
+    return replace(last, **longer)
 
 
 def _replayed(
@@ -326,12 +345,16 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     """
     alone = config.alone
     tape = compiled_tape(alone) if has_compiled_kernels(alone) else tape_of(alone)
-    phases: dict[Phase, list[Operation]] = {}
+    micro_batches: defaultdict[Phase, list[list[Operation]]] = defaultdict(list)
     for phase, _, (first, stop) in phases_of(tape, -1):
         if phase is not Phase.STEP and first < stop:
             launched = tape.launches[first:stop]
-            # micro-batches repeat forward and backward
-            phases.setdefault(phase, []).extend(tape.operations[number] for number in launched)
+            micro_batches[phase].append([tape.operations[number] for number in launched])
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        # of a fast step few micro-batches are traced
+        if lists := micro_batches.get(phase):
+            lists += [lists[-1]] * (config.accumulate_steps - len(lists))
+    phases = {phase: [*chain.from_iterable(lists)] for phase, lists in micro_batches.items()}
     if config.is_shared and Phase.OPTIMIZER in phases:
         share = updated_parameters(config) / count_parameters(config.model)
         phases[Phase.OPTIMIZER] = [

@@ -35,8 +35,10 @@ from .tape import Tape, path_of
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
-SHIPPED_COMPILED = Path(__file__).with_name("compiled.zip")
-"""Those of compiled steps; `python -m tests.ship_traces compiled` adds what is missing."""
+SHIPPED_COMPILED = Path(__file__).with_name("compiled.json.xz")
+"""Those of compiled steps, compressed together as they are alike; `python -m tests.ship_traces
+compiled` adds what is missing.
+"""
 COMPILER = "2.11.0"
 """Version of PyTorch that has compiled the steps whose tapes come with the program."""
 TRACER = "cs336.measure.traced"
@@ -63,6 +65,8 @@ a model is a multiple.
 """
 MAX_FLASH_WIDTH = 256
 """Largest width of a head that flash attention takes."""
+MICRO_BATCHES = 2
+"""Most micro-batches of a fast step that are traced."""
 WITHOUT_COST = [name for name, setting in SETTINGS.items() if setting.without_cost]
 """Settings that change no operation and no tensor. Configurations that differ only in these
 share one tape.
@@ -116,6 +120,8 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     )
     # of a single head of keys the width is that of a head
     is_odd = is_odd or model.num_kv_heads == 1
+    if config.fused_blocks:  # further micro-batches do what the last one does
+        config = replace(config, accumulate_steps=min(config.accumulate_steps, MICRO_BATCHES))
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
@@ -206,7 +212,7 @@ def idle_parameters(config: RunConfig) -> int | None:
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
     """The tape that is kept so, with one more step if the last one is in the steady state."""
-    tape = Tape.from_json(lzma.decompress(kept))
+    tape = Tape.from_json(kept if kept.startswith(b"{") else lzma.decompress(kept))
     if tape.steps and tape.is_steady:
         tape.repeat()
     return tape
@@ -242,11 +248,20 @@ def _kept(name: str) -> bytes | None:
 def _shipped() -> dict[str, bytes]:
     """Contents of the tapes that come with the program, by file name; empty if there are none."""
     contents: dict[str, bytes] = {}
-    for path in (SHIPPED, SHIPPED_COMPILED):
-        if path.is_file():
-            with zipfile.ZipFile(path) as archive:
-                contents |= {name: archive.read(name) for name in archive.namelist()}
-    return contents
+    if SHIPPED.is_file():
+        with zipfile.ZipFile(SHIPPED) as archive:
+            contents |= {name: archive.read(name) for name in archive.namelist()}
+    return contents | read_together(SHIPPED_COMPILED)
+
+
+def read_together(path: Path) -> dict[str, bytes]:
+    """Tapes as JSON by their names, of a file in which they are compressed together; empty without
+    the file.
+    """
+    if not path.is_file():
+        return {}
+    tapes = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=dict[str, msgspec.Raw])
+    return {name: bytes(tape) for name, tape in tapes.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -338,7 +353,7 @@ def compiled_tapes(configs: Iterable[RunConfig]) -> list[Tape]:
         names.append(name)
     if asked:
         steps = counted(len(asked), "step")
-        print_aside(f"compiling {steps} for a GPU that is not here: about 5 s for each block")
+        print_aside(f"compiling {steps} for a GPU that is not here: about 2 s for each")
         _trace(asked)
     tapes = []
     for name in names:

@@ -7,6 +7,7 @@ from math import ceil
 from ..config import RunConfig
 from .compiled_blocks import compile_missing
 from .curves import Curves
+from .fast_layouts import MakeStep, fast_costs, fast_steps, step_bytes
 from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from .layout import Layout, layouts
 from .layout_cost import LayoutCost, layout_bytes, layout_cost, least_gpu_s
@@ -76,8 +77,15 @@ class Training:
     links: Links
     recipe: Recipe | None = None
     """How blocks are computed in fp8; None: in the precision of the step."""
+    fast: MakeStep | None = None
+    """Chooses steps by --fast; None: steps are eager, or of compiled blocks."""
     link_source: str
     """What the rates of the links stand on, in words."""
+
+    @property
+    def label(self) -> str:
+        """The step in a few words."""
+        return self.config.label if self.fast is None else f"{self.config.label} --fast"
 
     @property
     def sequences(self) -> int:
@@ -137,6 +145,8 @@ class TrainingPlan:
 
 def plan_training(training: Training) -> TrainingPlan:
     """The plan of a training, from the forecasts of all sensible layouts."""
+    if training.fast is not None:
+        return _fast_plan(training, training.fast)
     peaks, reasons = _peaks(training)
     smallest = min(peaks, key=peaks.__getitem__, default=None)
     gpus = None if training.days is None else _gpus_in_days(training)
@@ -147,6 +157,29 @@ def plan_training(training: Training) -> TrainingPlan:
         smallest=None if smallest is None else (smallest, peaks[smallest]),
         reasons=(*reasons, *untimed),
         gpus_in_days=gpus,
+    )
+
+
+def _fast_plan(training: Training, make: MakeStep) -> TrainingPlan:
+    """The plan of a training with --fast."""
+    steps, reasons = fast_steps(
+        make, training.gpus, training.sequences, training.links, training.recipe
+    )
+    costs, untimed = fast_costs(steps, training.memory_bytes, training.curves, training.links)
+    fitting = []
+    for cost in costs:
+        if training.used_bytes(cost.peak_bytes) <= training.memory_bytes:
+            fitting.append(cost)
+    smallest = None
+    if steps and not fitting:
+        least = min(steps, key=lambda step: step.closed_form_bytes)
+        least_bytes = step_bytes(least)
+        smallest = None if least_bytes is None else (least.layout, least_bytes)
+    return TrainingPlan(
+        training=training,
+        front=tuple(pareto(fitting)),
+        smallest=smallest,
+        reasons=(*reasons, *untimed),
     )
 
 

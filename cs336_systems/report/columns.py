@@ -270,7 +270,11 @@ COLUMNS = (
             "accumulated", "Micro-batches of a step, one after the other.", 4
         ),
         "checkpoint": Column(
-            "checkpoints", "", "1: each block keeps its input only.", 2, write=str
+            "checkpoints",
+            "",
+            "1: each block keeps its input only; 2: also q, k, v and attention's result.",
+            2,
+            write=str,
         ),
         "bubble_ms": rounded_ms("bubble", "Time in which stages of a pipeline wait.", 5),
         "run_by": text_column(

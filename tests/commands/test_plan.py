@@ -4,6 +4,7 @@ not known is refused.
 
 import csv
 import json
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ from cs336.commands import account
 from cs336.commands.plan import PlanArguments
 from cs336.config import SIZES
 from cs336.costs.accounting import count_parameters
+from cs336.costs.fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from cs336.costs.traces import traced_elsewhere
 from cs336.files import encode_json
 from cs336.report.sections.plan import TOP
 from cs336.studies.ceilings_files import REFERENCE
@@ -98,6 +101,46 @@ def test_the_first_sentences_follow_from_the_fastest_row(
         assert product == 64
         share = int(row["micro_batch"]) * int(row["accumulate"])
         assert ranks[0] * ranks[1] * share * 4096 == tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_of_fast_is_what_account_says_of_its_command(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chance = random.Random(seed)
+    gpus, name = (1, 2, 8, 4, 3)[seed], chance.choice(("H100", "H200"))
+    words = ["--size", chance.choice(("tiny", "small", "gpt2")), "--num-layers", "2"]
+    words += ["--context-length", chance.choice(("64", "256", "1024"))]
+    words += ["--global-batch", str(gpus * chance.choice((1, 2, 6)))]
+    words += ["--fp8", "tensor"] if seed % 2 else []
+    fast = [*words, "--gpus", f"{gpus}x{name}", "--fast", "--output", tmp_path]
+    with traced_elsewhere():  # as here shapes are checked by a decorator
+        assert plan(*fast) == 0
+    rows = written(tmp_path)
+    assert rows
+    for row in rows:
+        capsys.readouterr()
+        command = row["run_by"].removeprefix("cs336 benchmark ").split()
+        assert "--fast" in command
+        assert main(["account", *command, "--device-name", name, "--json"]) == 0
+        forecast = json.loads(capsys.readouterr().out)
+        assert float(row["step_ms"]) == pytest.approx(1e3 * forecast["time"]["step_s"])
+        outside_bytes = CUDA_CONTEXT_BYTES + (NCCL_BYTES if gpus > 1 else 0)
+        peak_bytes = forecast["memory"]["peak"]["allocated_bytes"] + outside_bytes
+        assert float(row["peak_gib"]) == pytest.approx(peak_bytes / GIB)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "1T", "--days", "10"], "--days is not searched with --fast"),
+        (["--fp8", "blocks"], "--fp8 tensor, got blocks"),
+        (["--model", "mine:make"], "--fast is for this project's models"),
+    ],
+)
+def test_fast_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*words, "--gpus", "8xH100", "--fast") == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [72, 80, 100, 160])

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from cs336.commands.plan import PlanArguments
 from cs336.config import (
+    SIZES,
     UNSIZED,
     Attention,
     CompileMode,
@@ -22,13 +24,21 @@ from cs336.costs.compiled_blocks import rank_step
 from cs336.costs.depth import DepthError, of_depth
 from cs336.costs.layout import Layout
 from cs336.costs.layout_cost import layout_bytes, why_refused
-from cs336.costs.layout_memory import fullest_rank_bytes
+from cs336.costs.layout_memory import Rank, fullest_rank_bytes
 from cs336.costs.memory import memory_of
 from cs336.costs.ranks_time import Links
 from cs336.costs.tape import Names, OperationMaker
 from cs336.costs.time import flops_of
-from cs336.costs.traces import compiled_tapes, traced_elsewhere
+from cs336.costs.traces import (
+    Asked,
+    compiled_as,
+    compiled_tapes,
+    is_compiled_at_hand,
+    one_tracer,
+    traced_elsewhere,
+)
 from cs336.model.fast.choose import fastest
+from tests.ship_traces import blocks_of_plans
 
 MODEL = ModelConfig(
     vocab_size=1000,
@@ -150,3 +160,23 @@ def test_segments_that_expand_have_a_reason() -> None:
     config = replace(_fast(), expandable_segments=True, cuda_graph=False)
     assert fit.largest_batch(config, 2**40) is None
     assert "expand" in fit.why_not_searched(config)
+
+
+def test_a_graph_that_was_compiled_for_another_step_gives_the_same_tape() -> None:
+    steps = [of_depth(replace(CONFIG, checkpoint_blocks=checkpoint), 1) for checkpoint in (0, 1)]
+    steps.append(replace(steps[0], batch_size=4))
+    asked: Asked = {str(place): (compiled_as(step), {}) for place, step in enumerate(steps)}
+    with one_tracer() as trace:  # by a new process for each question
+        together = trace(asked)
+        for name, step in asked.items():
+            assert trace({name: step}) == {name: together[name]}
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size != "tiny"])
+def test_blocks_of_presets_come_with_the_program(size: str) -> None:
+    config = PlanArguments(size=size, compile=CompileMode.DEFAULT).config()
+    for step in blocks_of_plans(size):
+        assert is_compiled_at_hand(step), step.label
+    for micro_batch, checkpoint in ((1, 1), (4, 0), (32, 1)):
+        layout = Layout(shard=2, micro_batch=micro_batch, checkpoint=checkpoint)
+        assert Rank(config=config, layout=layout).steps

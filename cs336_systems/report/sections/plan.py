@@ -1,12 +1,22 @@
 """What a training takes on many GPUs, in three sentences, a table of layouts and a picture."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 
-from ...config import MAX_MEASURED_RANKS, SETTINGS, SIZES, CompileMode, Parallel, Phase, RunConfig
+from ...config import (
+    MAX_MEASURED_RANKS,
+    SETTINGS,
+    SIZES,
+    Arch,
+    CompileMode,
+    Parallel,
+    Phase,
+    RunConfig,
+)
 from ...costs.blocks import blocks_of_model
-from ...costs.layout import Layout
+from ...costs.layout import SELECTIVE
 from ...costs.layout_cost import LayoutCost
+from ...costs.layout_time import LayoutTime
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
 from ...text import command_line, counted
@@ -30,6 +40,11 @@ OF_COMPILED_BLOCKS = (
     "Blocks are compiled one by one, for one rank; a rank of TP or CP is taken to have its part of "
     "each of these kernels."
 )
+OF_FAST = (
+    "TP, PP, CP, EP and HSDP are left out, as no such step is run here; PyTorch's ddp and fsdp2 "
+    "too, whose blocks are not fused."
+)
+CHECKPOINTS = {1: ", each block a checkpoint", SELECTIVE: ", selective checkpoints"}
 TOP = 12
 """Layouts of the table and of the picture."""
 PARTS = {
@@ -58,20 +73,19 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     yield (
         f"Fits: {significant(used_gib, 3)} of {memory_gib:.0f} GiB in the fastest layout, "
         f"{layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} accumulated"
-        f"{', each block a checkpoint' if layout.checkpoint else ''}; {training.sequences:,} "
+        f"{CHECKPOINTS.get(layout.checkpoint, '')}; {training.sequences:,} "
         f"sequences of {training.config.model.context_length:,} are {training.step_tokens:,} "
         "tokens a step."
     )
     assert plan.training_s is not None
     assert plan.gpu_hours is not None
-    spread = best.time.spread
-    step = f"a step takes {in_time(best.step_s, spread)}"
+    step = f"a step takes {in_time(best.step_s, best.time)}"
     if training.tokens is None:
         yield f"How long: {step}."
     else:
         steps = counted(training.steps, "step")
         yield (
-            f"How long: {in_time(plan.training_s, spread)}; {steps}; {step}; "
+            f"How long: {in_time(plan.training_s, best.time)}; {steps}; {step}; "
             f"{_to_three(training.step_tokens / best.step_s)} tokens/s."
         )
     price = ""
@@ -82,7 +96,7 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     if training.days is not None:
         yield _gpus_in_days(plan)
     yield f"On what this stands: {_evidence(plan)}"
-    how = run_by(training.config, layout, training.links.gpus_per_node)
+    how = run_by(training.config, best, training.links.gpus_per_node)
     if how.startswith(NOT_RUN):
         yield f"A step of this layout is {how}."
     else:
@@ -149,13 +163,14 @@ def _evidence(plan: TrainingPlan) -> str:
     return f"{kernels}{in_fp8}{links}."
 
 
-def in_time(seconds: float, spread: float) -> str:
-    """Seconds in the largest unit of which there is one or more, with the interval in which nine
-    of ten lie.
+def in_time(seconds: float, time: LayoutTime) -> str:
+    """Seconds of steps with this time in the largest unit of which there is one or more, with the
+    interval in which nine of ten lie.
     """
+    below = time.spread_below or time.spread
     unit, unit_s = next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1])
     likely, low, high = (
-        significant(seconds * factor / unit_s, 3) for factor in (1.0, 1 / spread, spread)
+        significant(seconds * factor / unit_s, 3) for factor in (1.0, 1 / below, time.spread)
     )
     return f"{likely} {unit}, {low} to {high}"
 
@@ -209,13 +224,18 @@ def _row(plan: TrainingPlan, cost: LayoutCost) -> Row:
         "optimizer_ms": 1e3 * time.optimizer_s,
         "peak_gib": training.used_bytes(cost.peak_bytes) / GIB,
         "mfu": ratio(cost.gpu_flops_per_s, training.peak_flops_per_s),
-        "run_by": run_by(training.config, layout, training.links.gpus_per_node),
+        "run_by": run_by(training.config, cost, training.links.gpus_per_node),
         "prediction_is_doubted": training.curves.is_in_doubt,
     }
 
 
-def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
+def run_by(config: RunConfig, cost: LayoutCost, gpus_per_node: int) -> str:
     """The command that runs a step of the layout here, or what of it is not run here."""
+    layout = cost.layout
+    if cost.asked is not None:
+        if layout.gpus > min(gpus_per_node, MAX_MEASURED_RANKS):
+            return f"{NOT_RUN}: several nodes"
+        return _command(config, dict(cost.asked))
     others = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
     lacking = [word for axis, word in others.items() if getattr(layout, axis) > 1]
     if layout.fp8 is not None:
@@ -245,16 +265,28 @@ def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
     return _command(step)
 
 
-def _command(config: RunConfig) -> str:
-    """The command line that measures a step: its size, and what differs from it."""
+def _command(config: RunConfig, asked: Mapping[str, object] | None = None) -> str:
+    """The command line that measures a step: its size, and what differs from it; with `asked` one
+    of --fast, of which these settings are asked for besides.
+    """
     words = ["cs336", "benchmark"]
-    preset = SIZES.get(config.size)
-    if preset is not None:
-        words += ["--size", config.size]
-    for name, value in (non_defaults(config.model) | non_defaults(config)).items():
-        is_named = preset is not None and getattr(preset, name, None) == value
-        if name not in ("size", "model", "device", "context_length") and not is_named:
-            words += [flag_of(name, SETTINGS[name]), str(value)]
+    usual_size = "gpt2" if config.model.arch is Arch.GPT2 else None
+    size = config.size if config.size in SIZES else usual_size
+    values = non_defaults(config.model)
+    if size is not None:
+        words += ["--size", size]
+        preset = asdict(SIZES[size])
+        of_model = asdict(config.model).items()
+        values = {name: value for name, value in of_model if value != preset[name]}
+    values |= non_defaults(config)
+    if asked is not None:
+        words.append("--fast")
+        chosen = [name for name in values if SETTINGS[name].chosen_by_fast]
+        values = {name: values[name] for name in values if name not in chosen} | dict(asked)
+    for name, value in values.items():
+        if name not in ("size", "context_length", "device"):
+            words += [flag_of(name, SETTINGS[name])]
+            words += [] if value is True else [str(value)]
     words += ["--context-length", str(config.model.context_length)]
     return command_line(words)
 
@@ -276,11 +308,14 @@ def _front_table(plan: TrainingPlan, rows: list[Row]) -> Table:
         notes.append(f"{len(rows) - TOP} more are slower and smaller: the CSV file has them.")
     if training.config.compile is not CompileMode.NONE:
         notes.append(OF_COMPILED_BLOCKS)
+    if training.fast is not None:
+        notes.append(OF_FAST)
+    if training.config.compile is not CompileMode.NONE or training.fast is not None:
         notes += [f"Others are not foretold: {reason}." for reason in plan.reasons]
     if training.curves.is_in_doubt:
         notes.append(DOUBTED_FORECAST)
     title = (
-        f"Layouts of {training.config.label} on {training.gpus:,} {training.device_name}, "
+        f"Layouts of {training.label} on {training.gpus:,} {training.device_name}, "
         f"{training.sequences:,} sequences a step"
     )
     return make_table(title, columns_of(*keys), rows[:TOP], notes)
@@ -310,7 +345,7 @@ def _chart(plan: TrainingPlan) -> Chart:
         memories.append(Bar(name=name, parts={"memory": used_gib}, figures=used))
     return Chart(
         name="layouts",
-        title=f"Layouts of {training.config.label}",
+        title=f"Layouts of {training.label}",
         settings=f"{training.gpus:,} {training.device_name}, {training.sequences:,} sequences",
         panels=(Panel(label="step (ms)", bars=times), Panel(label="memory (GiB)", bars=memories)),
         styles=PARTS,
