@@ -19,7 +19,7 @@ from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
 from .trace import MAX_TIME_NS, DeviceWork, Holes, Nesting, Ranges, Times, Trace
 
-_COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
+COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
 
 
@@ -99,13 +99,17 @@ def main_thread(trace: Trace, names: PhaseRanges) -> int | None:
 
 
 def _main_by_kernels(trace: Trace) -> int | None:
-    """The thread that launches an optimizer's kernels, or the only one of two or more that launches
-    no kernel of backward; None if neither is so.
+    """The thread that launches an optimizer's kernels, else the only one that launches outside of
+    autograd's nodes, or, of two or more, no kernel of backward; None if nothing tells it.
     """
     kernels = _launched_alone(trace)
     of_optimizer = kernels.thread[trace.named(kernels, OF_OPTIMIZER.search)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
+    if len(trace.nodes):
+        within = trace.nodes.by_thread().at(kernels.thread, kernels.launch_ns)
+        outside = np.unique(kernels.thread[within < 0])
+        return int(outside[0]) if len(outside) == 1 else None
     of_backward = kernels.thread[trace.named(kernels, OF_BACKWARD.search)]
     others = np.setdiff1d(kernels.thread, of_backward)
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
@@ -220,7 +224,7 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     of_backward = np.intersect1d(others, telling)
     if len(of_backward) or len(others) > 1:
         return of_backward
-    is_computing = trace.named(kernels, lambda name: classify_kernel(name) in _COMPUTING)
+    is_computing = trace.named(kernels, lambda name: classify_kernel(name) in COMPUTING)
     return np.intersect1d(others, kernels.thread[is_computing])
 
 
