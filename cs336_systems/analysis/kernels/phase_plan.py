@@ -240,15 +240,25 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     kernels = trace.kernels
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     is_telling = is_of_main & trace.named(kernels, OF_OPTIMIZER.search)
-    time = np.sort(kernels.launch_ns[is_telling])
-    time = time[~windows.cover(time)]
+    rows = np.flatnonzero(is_telling & ~windows.cover(kernels.launch_ns))
+    rows = rows[np.argsort(kernels.launch_ns[rows], kind="stable")]
+    time, returned = kernels.launch_ns[rows], _returned(trace, rows)
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
     after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
-    time, behind = time[after], behind[after]
+    time, returned, behind = time[after], returned[after], behind[after]
     change = np.flatnonzero(np.diff(behind, prepend=-1))
     last = np.append(change[1:], len(time))[: len(change)] - 1
-    return windows_of(LaunchPhase.OPTIMIZER, time[change], time[last] + 1)
+    return windows_of(LaunchPhase.OPTIMIZER, time[change], returned[last])
+
+
+def _returned(trace: Trace, rows: Ints) -> Ints:
+    """When the call that launched each of these kernels returned; without a call, just after the
+    launch.
+    """
+    launch, call = trace.kernels.launch_ns[rows], trace.kernels.call[rows]
+    ends: Ints = np.append(trace.api_calls.end_ns, 0)[call]
+    return np.maximum(ends, launch + 1)
 
 
 def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:

@@ -381,8 +381,8 @@ def _note(
     if not len(windows):
         if trace.kernels.is_launched.any():
             yield (
-                "The phases are not seen: no range is named as a phase, and nothing shows backward "
-                f"or an optimizer; {advice(trace)}."
+                "The phases are not seen: no range is named as a phase, and nothing shows where "
+                f"backward or an optimizer begins; {advice(trace)}."
             )
     elif is_inference and not has_backward:
         yield "No range, operator or kernel is of backward or an optimizer: all is forward."
