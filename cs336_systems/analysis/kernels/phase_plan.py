@@ -276,23 +276,24 @@ def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:
 
 
 def with_forward(
+    trace: Trace,
     windows: MarkedWindows,
-    start_ns: Ints,
-    end_ns: Ints,
-    events: Ints,
-    updates: Ints,
-    batches: Ints,
+    bounds: tuple[Ints, Ints],
+    main: int,
+    around: Ints,
     *,
     is_inference: bool,
 ) -> MarkedWindows:
-    """The windows and, in each step from start to end, forward: what is in no window before the
-    last backward, or in the whole step if it is one of inference.
+    """The windows but those of no phase, and, in each step between the `bounds`, forward: what is
+    in no window before the last backward, or in the whole step if it is one of inference.
 
-    Forward begins with the first of the sorted `events`, launches and ranges of the main thread:
-    what the host did before is not seen. It begins after the last of the sorted `updates`, launches
-    of kernels that clip, unscale or update, which belong to the step before; and after the batch
-    was taken, which the sorted `batches`, launches of copies to the device, show too.
+    Forward begins with the first event, a launch or range of the main thread that is not one of the
+    ranges `around`: what the host did before is not seen. It begins after the last launch of
+    kernels that clip, unscale or update, which belong to the step before; and after the batch was
+    taken, which copies to the device show too.
     """
+    start_ns, end_ns = bounds
+    events, updates = main_events(trace, main, around), update_launches(trace, main)
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = windows.start_ns[is_backward]
     before = np.searchsorted(backward, end_ns)
@@ -301,7 +302,7 @@ def with_forward(
     holes = windows.union().holes(start_ns, np.maximum(until, start_ns))
     last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end_ns) - 1]
     since = np.maximum(holes.start_ns, last_update + 1)
-    since = np.maximum(since, _taken(windows, holes, events, batches))
+    since = np.maximum(since, _taken(windows, holes, events, batches(trace, main)))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
     last_event = np.append(events, 0)[np.searchsorted(events, holes.end_ns) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
@@ -309,7 +310,7 @@ def with_forward(
     ends = np.where(is_before, holes.end_ns, np.minimum(last_event + 1, holes.end_ns))
     has_events = begins < holes.end_ns
     forward = windows_of(LaunchPhase.FORWARD, begins[has_events], ends[has_events])
-    return _ordered(joined(windows, forward))
+    return _ordered(joined(chosen(windows, ~windows.among(LaunchPhase.UNATTRIBUTED)), forward))
 
 
 def _taken(windows: MarkedWindows, holes: Holes, events: Ints, batches: Ints) -> Ints:

@@ -14,14 +14,11 @@ from ..columns import NO_ROWS, Ints, Mask, chosen, joined
 from .phase_plan import (
     MarkedWindows,
     around_windows,
-    batches,
-    main_events,
     main_thread,
     marked_windows,
     outermost,
     rows_named,
     shows_no_training,
-    update_launches,
     windows_of,
     with_forward,
 )
@@ -100,18 +97,16 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         if main is not None:
             apart = computed_without_gradients(trace, windows, main)
             bounds = steps.start_ns, steps.end_ns
-            windows = _with_forward(
-                trace, windows, apart, *bounds, main, around, is_inference=is_inference
+            windows = with_forward(
+                trace, joined(windows, apart), bounds, main, around, is_inference=is_inference
             )
             notes += _note_of_apart(apart)
         notes += _note(trace, windows, is_inference, is_named)
-    source = PhaseSource.RANGES
-    if not is_named:
-        source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
+    unnamed = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     times = _step_times(trace, names, steps.start_ns, steps.end_ns)
     labels = _labels(trace, steps, names, windows)
     return PhasePlan(
-        source=source,
+        source=PhaseSource.RANGES if is_named else unnamed,
         windows=windows,
         steps=times,
         steps_from=steps.shown_by,
@@ -121,30 +116,6 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         main=None if has_forward else main,
         notes=tuple(notes),
     )
-
-
-def _with_forward(
-    trace: Trace,
-    windows: MarkedWindows,
-    apart: MarkedWindows,
-    start_ns: Ints,
-    end_ns: Ints,
-    main: int,
-    around: Ints,
-    *,
-    is_inference: bool,
-) -> MarkedWindows:
-    """The windows and forward in each step from start to end, but for what is `apart`."""
-    with_holes = with_forward(
-        joined(windows, apart),
-        start_ns,
-        end_ns,
-        main_events(trace, main, around),
-        update_launches(trace, main),
-        batches(trace, main),
-        is_inference=is_inference,
-    )
-    return chosen(with_holes, ~with_holes.among(LaunchPhase.UNATTRIBUTED))
 
 
 def _find_steps(
