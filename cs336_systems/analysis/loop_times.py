@@ -98,10 +98,20 @@ def loop_sentences(record: RunRecord) -> list[str]:
     return [
         *([] if shortage is None else shortage_sentences(shortage)),
         *_cause_sentences(record),
+        *_update_sentences(record),
         *_token_sentences(seen),
         *_between_sentences(record),
         *_flops_sentences(seen),
     ]
+
+
+def _update_sentences(record: RunRecord) -> Iterator[str]:
+    """In how many steps the optimizer ran, if not in all: its time is the mean of those alone."""
+    steps, updates = record.measurement(Phase.STEP), record.measurement(Phase.OPTIMIZER)
+    if steps is None or updates is None or len(updates.times_s) >= len(steps.times_s):
+        return
+    counts = f"{len(updates.times_s)} of {len(steps.times_s)} steps"
+    yield f"the optimizer ran in {counts}, and its time is the mean of those"
 
 
 def _cause_sentences(record: RunRecord) -> list[str]:

@@ -58,10 +58,10 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
             f"--model {name}: transformers has no causal language model of model_type "
             f"{config.model_type!r}"
         )
+    # imported now, as imports within a trace are slow
+    _check_architecture(name, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
     _check_sizes(name, config)
     config.use_cache = False  # of keys and values, for generating
-    # now, as imports within a trace are slow
-    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     def make(context_length: int, attention: Attention) -> nn.Module:
         """Make the model with random weights in fp32, whatever type the file names for them;
@@ -93,6 +93,20 @@ def _check_context(name: str, config: Any, context_length: int) -> None:  # noqa
             f"--model {name}: the context of {context_length} is longer than the {longest} "
             "positions of the model (max_position_embeddings): ask for a shorter one, or "
             "change the file"
+        )
+
+
+def _check_architecture(name: str, made: str) -> None:
+    """Raise ValueError if the file names another model of its kind than the one that is `made`, the
+    causal language model: an encoder with a decoder, one without a causal mask, a classifier.
+    """
+    named = read_model_file(name).get("architectures") or []
+    # files of other programs write names in capitals of their own, such as LLaMAForCausalLM
+    if named and made.casefold() not in [str(other).casefold() for other in named]:
+        raise ValueError(
+            f"--model {name}: the file describes {', '.join(map(str, named))}, and only causal "
+            f"language models are made from files: write {made} under `architectures` if that is "
+            "what you mean, or use your own --model package.module:factory"
         )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -79,6 +80,9 @@ class _NoneOnDevice(TorchFunctionMode):
 @contextlib.contextmanager
 def tracing_copy(model: nn.Module, limit_s: float) -> Iterator["StepTrace"]:
     """Trace what a copy of the model does in this context; `kept_state` must be open."""
+    # PyTorch imports it with the first matmul of a trace, and that takes longer than a trace: now,
+    # so that its time does not count as the model's
+    importlib.import_module("torch._dynamo")
     from ..costs.tracing import tracing
 
     with (

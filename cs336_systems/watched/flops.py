@@ -64,7 +64,7 @@ class LoopTracer:
         counts = Counter(number for step in steps for number in step.tokens.calls)
         reason = self._reason or lacking_torch()
         if not counts:
-            reason = "no forward pass was seen"
+            reason = "no training forward pass was seen"
         elif -1 in counts:
             reason = f"the model is called with more than {MAX_CALLS} different shapes"
         if reason:

@@ -32,9 +32,15 @@ from .slow_steps import SlowSteps
 from .steps import Steps
 from .tokens import AxisOrder, PassReader
 
-NO_FORWARD = (
-    "no training forward pass of the model was seen, so the phases are empty: give watch the model "
-    "that the loop calls (model(...), not model.forward(...), and the outermost wrapper)"
+WHAT_TO_WATCH = (
+    "give watch the model that the loop calls (model(...), not model.forward(...), and the "
+    "outermost wrapper)"
+)
+NO_CALL = f"no call of the model was seen, so the phases are empty: {WHAT_TO_WATCH}"
+NO_TRAINING = (
+    "all calls of the model that were seen ran without gradients, or in evaluation mode without a "
+    "backward, which are no forward of a training step, so the phases are empty: if the loop "
+    f"trains, {WHAT_TO_WATCH}"
 )
 
 
@@ -217,7 +223,8 @@ class Parts:
         phases = {measurement.phase for measurement in measured}
         unseen = list(self._unseen)
         if Phase.FORWARD not in phases:
-            unseen.append(NO_FORWARD)
+            is_called = self.pauses.has_evaluated or self.reader.order.num_passes > 0
+            unseen.append(NO_TRAINING if is_called else NO_CALL)
         unseen += [f"an error of this program's own: {trouble}" for trouble in TROUBLES]
         for message in unseen:
             progress.warnings.append(RunWarning(code=WarningCode.NOT_SEEN, message=message))
@@ -294,9 +301,11 @@ def described(loop: WatchedLoop, steps: Sequence[WatchedStep], order: AxisOrder)
 
 
 def _mode(phases: set[Phase]) -> Mode | None:
-    """How much of a training step the loop runs; None if no forward pass was seen."""
+    """How much of a training step the loop runs; None if no forward pass was seen, and after a
+    backward without an optimizer: the loop may update by code of its own, which is not seen.
+    """
     if Phase.FORWARD not in phases:
         return None
     if Phase.OPTIMIZER in phases:
         return Mode.TRAIN
-    return Mode.FORWARD_BACKWARD if Phase.BACKWARD in phases else Mode.FORWARD
+    return None if Phase.BACKWARD in phases else Mode.FORWARD

@@ -29,6 +29,8 @@ class Pauses:
         self.seen: dict[Cause, Seen] = {}
         """What was seen since the last `take`."""
         self._begun_ns: dict[Cause, int] = {}
+        self.has_evaluated = False
+        """Whether the model was ever called without training."""
         self._evaluated: tuple[int, int] | None = None
         """When the first call of an evaluation began, and when the last one ended."""
         self._compiled_at = time()
@@ -80,6 +82,7 @@ class Pauses:
         a call only launches kernels, and a later line waits for them.
         """
         now_ns = perf_counter_ns()
+        self.has_evaluated = True
         if in_step:
             self._add(Cause.EVALUATION, now_ns - begun_ns)
         elif self._evaluated is None:

@@ -67,6 +67,17 @@ def test_an_account_has_every_number_of_its_tables(results: Callable[..., dict])
     assert results("account", *words)["fit"] is None, "nobody asked"
 
 
+def test_an_account_of_an_own_model_has_no_shape_that_is_not_its_own(
+    results: Callable[..., dict],
+) -> None:
+    """The run has fields for one, which no model of this name has."""
+    found = results("account", "--model", "tests.own_models:bigram", "--context-length", "8")
+    shape = found["config"]["model"]
+    assert shape["context_length"] == 8
+    for name in ("arch", "rope_theta", "d_model", "d_ff", "num_layers", "num_heads"):
+        assert shape[name] is None
+
+
 def test_a_plan_has_its_training_in_si_units(results: Callable[..., dict]) -> None:
     words = (
         "plan",

@@ -211,6 +211,30 @@ def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:
     assert "'vit'" in why({"model_type": "vit"}, tmp_path)
 
 
+RELATIVES = ("Bart", "Bert", "GPT2", "Llama", "Mistral", "Qwen2", "Whisper")
+"""Kinds of which transformers has a causal language model, and others."""
+
+
+@pytest.mark.parametrize("kind", RELATIVES)
+def test_only_the_model_that_the_file_names_is_made(kind: str, tmp_path: Path) -> None:
+    """Of all models of the kind, the causal one alone, and that one in any capitals."""
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[getattr(transformers, f"{kind}Config")]
+    others = [
+        name
+        for name in dir(transformers)
+        if name.startswith(f"{kind}For") and name != causal.__name__
+    ]
+    config = getattr(transformers, f"{kind}Config")()
+    for named in others:
+        config.architectures = [named]
+        with pytest.raises(ValueError, match=f"(?s)describes {named}.*{causal.__name__}"):
+            load_factory(written(config, tmp_path))
+    assert len(others) > 1
+    for named in (causal.__name__, causal.__name__.upper()):
+        config.architectures = [named]
+        assert callable(load_factory(written(config, tmp_path)))
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 def test_a_plan_of_a_file_has_its_parameters_and_the_peak_of_its_own_trace(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,8 @@
 """FLOPs of a watched loop's model: beside PyTorch's own counter on real data, and closed forms."""
 
 import random
+import subprocess
+import sys
 import warnings
 from functools import lru_cache, partial
 
@@ -340,6 +342,40 @@ def test_what_depends_on_values_is_not_traced_and_says_why(tmp_path):
     assert record.seen.flops is None
     assert "needs the values" in record.seen.not_traced
     assert len(losses) == 2
+
+
+SLOW_TO_IMPORT = """
+import sys, time
+import torch
+from torch import nn
+from cs336 import watch
+from cs336.watched import flops
+
+
+class Slow:
+    def find_spec(name, path, target=None):
+        if name == "torch._dynamo":
+            time.sleep(5)
+
+
+sys.meta_path.insert(0, Slow)
+flops.LIMIT_S = 4
+model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+watched = watch(model, warmup_steps=0)
+with watched.step():
+    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+watched.remove()
+assert "torch._dynamo" not in sys.modules
+print(watched.record().seen.flops.per_step)
+"""
+"""A loop without an optimizer of PyTorch, which would import what a trace needs."""
+
+
+def test_the_time_of_imports_is_not_that_of_tracing(tmp_path):
+    """Both gradients of the linear layer and its forward are of 2 * 6 * 8 * 10 FLOPs."""
+    command = [sys.executable, "-c", SLOW_TO_IMPORT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == str(3 * 2.0 * 6 * 8 * 10)
 
 
 class Neighbours(nn.Module):

@@ -178,8 +178,10 @@ def is_generated(name: str) -> bool:
 
 
 # what names say of the phase, beside the class
+_ADAM = r"(?-i:Adam(?:w|ax)?(?![a-z])|(?<![a-zA-Z])adam(?:w|ax)?(?![a-z])|ADAM)"
+"""The optimizer as a word of its own: `hadamard` and `madam` have its letters."""
 OF_OPTIMIZER = re.compile(
-    r"adam(?!ard)|sgd|lamb(?!da)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
+    rf"{_ADAM}|sgd|lamb(?!da|ert)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
     r"|Pointwise\w{0,20}Op\w{0,20}Functor|Lerp\w{0,20}Functor",
     re.I,
 )
@@ -187,7 +189,7 @@ OF_OPTIMIZER = re.compile(
 and lerp of foreach ones. Kernels that clip or unscale gradients are others.
 """
 OF_BACKWARD = re.compile(r"backward|bwd|[dw]grad", re.I)
-OF_TRAINING = re.compile(rf"{OF_BACKWARD.pattern}|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
+OF_TRAINING = re.compile(rf"{OF_BACKWARD.pattern}|multi_tensor_apply|{_ADAM}|nll_loss", re.I)
 """Part of the names of kernels that only training runs."""
 
 _rules_of_others: list[KernelRules] = []

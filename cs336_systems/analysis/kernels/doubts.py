@@ -12,6 +12,8 @@ MIN_DOUBTFUL = 0.01
 """Smallest share of the kernels, or of the launches, that makes what is said of the whole
 doubtful.
 """
+MAX_SHORT = 0.1
+"""Largest share of kernels that may last less than half a microsecond."""
 
 
 def doubts(trace: Trace, is_profiled: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -74,10 +76,12 @@ def _covered(work: DeviceWork) -> tuple[int, int]:
 
 def is_rounded(kernels: DeviceWork) -> bool:
     """Whether the profiler wrote whole microseconds, as PyTorch 2.1 and older do: a kernel of less
-    than half of one then lasts no time.
+    than half of one then lasts no time. Few are so short: where many last no time, it was lost.
     """
     times = np.append(kernels.start_ns, kernels.end_ns)
-    return len(times) > 0 and not (times % 1000).any()
+    num_without = int((kernels.duration_ns == 0).sum())
+    is_whole = len(times) > 0 and not (times % 1000).any()
+    return is_whole and num_without <= MAX_SHORT * len(kernels)
 
 
 def _out_of_order(trace: Trace, work: DeviceWork) -> int:

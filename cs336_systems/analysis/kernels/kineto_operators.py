@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..columns import Ints
+from ..columns import Ints, Mask
 from ..memory.profile import Place
 from ..memory.stacks import is_of_program, short_path
 from .kineto_events import BOOKKEEPING, AnyEvent, Category, EventBatch, TraceEvents
@@ -32,6 +32,8 @@ class LinkedOperators:
 
     calls: EventBatch
     nodes: EventBatch
+    is_recorded: Mask
+    """Whether each of `calls` was made while autograd recorded, outside of backward."""
     forward: Ints
     """For each node, the row in `calls` of its operator of forward; -1 for none."""
 
@@ -63,7 +65,9 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
             or (event.args.sequence in of_nodes and not event.args.forward_thread)
         ]
     calls = events.batch(kept, counts=work is None)
-    return LinkedOperators(calls=calls, nodes=nodes, forward=_forward(calls, nodes))
+    is_recorded = _is_recorded(calls, nodes)
+    forward = _forward(calls, nodes, is_recorded)
+    return LinkedOperators(calls=calls, nodes=nodes, is_recorded=is_recorded, forward=forward)
 
 
 def _numbers(values: Iterable[object]) -> Ints:
@@ -72,18 +76,31 @@ def _numbers(values: Iterable[object]) -> Ints:
     return np.array(whole, dtype=np.int64)
 
 
-def _forward(calls: EventBatch, nodes: EventBatch) -> Ints:
+def _is_recorded(calls: EventBatch, nodes: EventBatch) -> Mask:
+    """Whether autograd recorded at each call: PyTorch numbers operators only then, and functions
+    of the program always, whose numbers nodes have. Calls within nodes are left out, as they
+    compute forward again.
+    """
+    sequence = _numbers(event.args.sequence for event in calls.events)
+    of_nodes = _numbers(event.args.sequence for event in nodes.events)
+    is_operator = np.array(["::" in event.name for event in calls.events], dtype=np.bool_)
+    is_numbered = (sequence >= 0) & (is_operator | np.isin(sequence, of_nodes))
+    # operators of backward have a number too, and name a thread of forward
+    is_forward = _numbers(event.args.forward_thread for event in calls.events) <= 0
+    within = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns)
+    is_outside = within.at(calls.thread, calls.start_ns) < 0
+    is_recorded: Mask = is_forward & is_outside & is_numbered
+    return is_recorded
+
+
+def _forward(calls: EventBatch, nodes: EventBatch, is_forward: Mask) -> Ints:
     """For each node, the row of the operator that made it: the last one to begin with its number
     on the thread that it names.
 
     Each thread numbers its operators from 0, and nodes name the thread by a number that no other
-    event has. Operators within nodes are left out, as they compute forward again.
+    event has.
     """
     sequence = _numbers(event.args.sequence for event in calls.events)
-    # only operators of forward have a number and no thread of forward
-    is_forward = _numbers(event.args.forward_thread for event in calls.events) <= 0
-    within = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns)
-    is_forward &= (sequence >= 0) & (within.at(calls.thread, calls.start_ns) < 0)
     wanted = _numbers(event.args.sequence for event in nodes.events)
     named = _numbers(event.args.forward_thread for event in nodes.events)
     forward = np.full(len(nodes), -1, dtype=np.int64)

@@ -19,7 +19,7 @@ from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
 from .trace import MAX_TIME_NS, DeviceWork, Holes, Nesting, Ranges, Times, Trace
 
-_COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
+COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
 
 
@@ -99,13 +99,17 @@ def main_thread(trace: Trace, names: PhaseRanges) -> int | None:
 
 
 def _main_by_kernels(trace: Trace) -> int | None:
-    """The thread that launches an optimizer's kernels, or the only one of two or more that launches
-    no kernel of backward; None if neither is so.
+    """The thread that launches an optimizer's kernels, else the only one that launches outside of
+    autograd's nodes, or, of two or more, no kernel of backward; None if nothing tells it.
     """
     kernels = _launched_alone(trace)
     of_optimizer = kernels.thread[trace.named(kernels, OF_OPTIMIZER.search)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
+    if len(trace.nodes):
+        within = trace.nodes.by_thread().at(kernels.thread, kernels.launch_ns)
+        outside = np.unique(kernels.thread[within < 0])
+        return int(outside[0]) if len(outside) == 1 else None
     of_backward = kernels.thread[trace.named(kernels, OF_BACKWARD.search)]
     others = np.setdiff1d(kernels.thread, of_backward)
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
@@ -220,7 +224,7 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     of_backward = np.intersect1d(others, telling)
     if len(of_backward) or len(others) > 1:
         return of_backward
-    is_computing = trace.named(kernels, lambda name: classify_kernel(name) in _COMPUTING)
+    is_computing = trace.named(kernels, lambda name: classify_kernel(name) in COMPUTING)
     return np.intersect1d(others, kernels.thread[is_computing])
 
 
@@ -236,15 +240,25 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     kernels = trace.kernels
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     is_telling = is_of_main & trace.named(kernels, OF_OPTIMIZER.search)
-    time = np.sort(kernels.launch_ns[is_telling])
-    time = time[~windows.cover(time)]
+    rows = np.flatnonzero(is_telling & ~windows.cover(kernels.launch_ns))
+    rows = rows[np.argsort(kernels.launch_ns[rows], kind="stable")]
+    time, returned = kernels.launch_ns[rows], _returned(trace, rows)
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
     after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
-    time, behind = time[after], behind[after]
+    time, returned, behind = time[after], returned[after], behind[after]
     change = np.flatnonzero(np.diff(behind, prepend=-1))
     last = np.append(change[1:], len(time))[: len(change)] - 1
-    return windows_of(LaunchPhase.OPTIMIZER, time[change], time[last] + 1)
+    return windows_of(LaunchPhase.OPTIMIZER, time[change], returned[last])
+
+
+def _returned(trace: Trace, rows: Ints) -> Ints:
+    """When the call that launched each of these kernels returned; without a call, just after the
+    launch.
+    """
+    launch, call = trace.kernels.launch_ns[rows], trace.kernels.call[rows]
+    ends: Ints = np.append(trace.api_calls.end_ns, 0)[call]
+    return np.maximum(ends, launch + 1)
 
 
 def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:
@@ -262,23 +276,24 @@ def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:
 
 
 def with_forward(
+    trace: Trace,
     windows: MarkedWindows,
-    start_ns: Ints,
-    end_ns: Ints,
-    events: Ints,
-    updates: Ints,
-    batches: Ints,
+    bounds: tuple[Ints, Ints],
+    main: int,
+    around: Ints,
     *,
     is_inference: bool,
 ) -> MarkedWindows:
-    """The windows and, in each step from start to end, forward: what is in no window before the
-    last backward, or in the whole step if it is one of inference.
+    """The windows but those of no phase, and, in each step between the `bounds`, forward: what is
+    in no window before the last backward, or in the whole step if it is one of inference.
 
-    Forward begins with the first of the sorted `events`, launches and ranges of the main thread:
-    what the host did before is not seen. It begins after the last of the sorted `updates`, launches
-    of kernels that clip, unscale or update, which belong to the step before; and after the batch
-    was taken, which the sorted `batches`, launches of copies to the device, show too.
+    Forward begins with the first event, a launch or range of the main thread that is not one of the
+    ranges `around`: what the host did before is not seen. It begins after the last launch of
+    kernels that clip, unscale or update, which belong to the step before; and after the batch was
+    taken, which copies to the device show too.
     """
+    start_ns, end_ns = bounds
+    events, updates = main_events(trace, main, around), update_launches(trace, main)
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = windows.start_ns[is_backward]
     before = np.searchsorted(backward, end_ns)
@@ -287,7 +302,7 @@ def with_forward(
     holes = windows.union().holes(start_ns, np.maximum(until, start_ns))
     last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end_ns) - 1]
     since = np.maximum(holes.start_ns, last_update + 1)
-    since = np.maximum(since, _taken(windows, holes, events, batches))
+    since = np.maximum(since, _taken(windows, holes, events, batches(trace, main)))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
     last_event = np.append(events, 0)[np.searchsorted(events, holes.end_ns) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
@@ -295,7 +310,7 @@ def with_forward(
     ends = np.where(is_before, holes.end_ns, np.minimum(last_event + 1, holes.end_ns))
     has_events = begins < holes.end_ns
     forward = windows_of(LaunchPhase.FORWARD, begins[has_events], ends[has_events])
-    return _ordered(joined(windows, forward))
+    return _ordered(joined(chosen(windows, ~windows.among(LaunchPhase.UNATTRIBUTED)), forward))
 
 
 def _taken(windows: MarkedWindows, holes: Holes, events: Ints, batches: Ints) -> Ints:

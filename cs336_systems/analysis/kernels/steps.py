@@ -4,22 +4,21 @@ those of another.
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..columns import NO_ROWS, Ints, Mask, chosen
+from ...text import counted
+from ..columns import NO_ROWS, Ints, Mask, chosen, joined
 from .phase_plan import (
     MarkedWindows,
     around_windows,
-    batches,
-    main_events,
     main_thread,
     marked_windows,
     outermost,
     rows_named,
     shows_no_training,
-    update_launches,
     windows_of,
     with_forward,
 )
@@ -27,6 +26,7 @@ from .phase_ranges import PhaseRanges, advice
 from .phases import LaunchPhase, PhaseSource
 from .step_profile import StepLabel
 from .trace import MAX_TIME_NS, Times, Trace
+from .without_gradients import computed_without_gradients
 
 _NUMBER = re.compile(r"\d+")
 MIN_PERIODS = 3
@@ -90,24 +90,23 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
     is_named = any(len(names.phases[phase]) for phase in telling)
     steps = _find_steps(trace, names, windows, main, around)
     around = np.append(around, rows_named(trace, names.step, names.warmup, names.measure))
-    note = ""
+    notes: list[str] = []
     has_forward = bool(windows.among(LaunchPhase.FORWARD).any())
     if not has_forward:
         is_inference = bool(names.labels) or shows_no_training(trace, names)
-        events = updates = copied = NO_ROWS
         if main is not None:
-            events, updates = main_events(trace, main, around), update_launches(trace, main)
-            copied = batches(trace, main)
-        bounds = steps.start_ns, steps.end_ns
-        windows = with_forward(windows, *bounds, events, updates, copied, is_inference=is_inference)
-        note = _note(trace, windows, is_inference, is_named)
-    source = PhaseSource.RANGES
-    if not is_named:
-        source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
+            apart = computed_without_gradients(trace, windows, main)
+            bounds = steps.start_ns, steps.end_ns
+            windows = with_forward(
+                trace, joined(windows, apart), bounds, main, around, is_inference=is_inference
+            )
+            notes += _note_of_apart(apart)
+        notes += _note(trace, windows, is_inference, is_named)
+    unnamed = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     times = _step_times(trace, names, steps.start_ns, steps.end_ns)
     labels = _labels(trace, steps, names, windows)
     return PhasePlan(
-        source=source,
+        source=PhaseSource.RANGES if is_named else unnamed,
         windows=windows,
         steps=times,
         steps_from=steps.shown_by,
@@ -115,7 +114,7 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
         main=None if has_forward else main,
-        notes=(note,) if note else (),
+        notes=tuple(notes),
     )
 
 
@@ -335,27 +334,37 @@ def _passes_per_step(windows: MarkedWindows) -> int | None:
     return int(passes[0])
 
 
-def _note(trace: Trace, windows: MarkedWindows, is_inference: bool, is_named: bool) -> str:
+def _note_of_apart(apart: MarkedWindows) -> Iterator[str]:
+    """What is told of launches that autograd did not record."""
+    if len(apart):
+        yield (
+            f"Before backward, {counted(len(apart), 'time')}, the program launched work while "
+            "autograd did not record, as for an evaluation, a teacher or an update that is written "
+            "out: that is no forward of a training step, and in no phase."
+        )
+
+
+def _note(
+    trace: Trace, windows: MarkedWindows, is_inference: bool, is_named: bool
+) -> Iterator[str]:
     """What shows the phases of a file without ranges of forward."""
     has_backward = windows.among(LaunchPhase.BACKWARD).any()
     if not len(windows):
-        if not trace.kernels.is_launched.any():
-            return ""
-        return (
-            "The phases are not seen: no range is named as a phase, and nothing shows backward or "
-            f"an optimizer; {advice(trace)}."
+        if trace.kernels.is_launched.any():
+            yield (
+                "The phases are not seen: no range is named as a phase, and nothing shows where "
+                f"backward or an optimizer begins; {advice(trace)}."
+            )
+    elif is_inference and not has_backward:
+        yield "No range, operator or kernel is of backward or an optimizer: all is forward."
+    elif has_backward and not is_named:
+        optimizer = "No optimizer was seen."
+        if windows.among(LaunchPhase.OPTIMIZER).any():
+            optimizer = "The optimizer is what its own ranges or kernels show."
+        yield (
+            "There are no ranges of forward and backward. So backward is what autograd launched, "
+            f"and forward the time before it with the loss. {optimizer}"
         )
-    if is_inference and not has_backward:
-        return "No range, operator or kernel is of backward or an optimizer: all is forward."
-    if is_named or not has_backward:
-        return ""
-    optimizer = "No optimizer was seen."
-    if windows.among(LaunchPhase.OPTIMIZER).any():
-        optimizer = "The optimizer is what its own ranges or kernels show."
-    return (
-        "There are no ranges of forward and backward. So backward is what autograd launched, and "
-        f"forward the time before it with the loss. {optimizer}"
-    )
 
 
 def _step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) -> StepTimes:

@@ -136,6 +136,8 @@ class Operators(Events):
     forward whose gradients are computed.
     """
 
+    is_recorded: Mask
+    """Whether autograd recorded at the call, as it does not in evaluation."""
     shape: Ints
     """Index into the strings of the call's dimensions, types and values, as a JSON list of the
     profiler's three lists.

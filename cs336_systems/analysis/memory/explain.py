@@ -184,6 +184,7 @@ class _Explanation:
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
             is_expandable=self._snapshot.settings.get("expandable_segments") is True
             or bool(self._memory.segments.is_expandable.any()),
+            lacks_segments=self._replay.lacks_segments,
             other_devices=self._others,
         )
 

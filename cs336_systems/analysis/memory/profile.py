@@ -339,6 +339,8 @@ class MemoryProfile:
     """
     is_expandable: bool = False
     """Whether the allocator had expandable segments already."""
+    lacks_segments: bool = False
+    """Segments are missing in the file, so reserved bytes are a lower bound."""
 
     other_devices: tuple[OtherDevice, ...] = ()
     format_version: int = MEMORY_FORMAT_VERSION

@@ -98,6 +98,8 @@ class Replay:
     """Sentences about sizes that are not known, and about events and segments that do not fit
     together.
     """
+    lacks_segments: bool = False
+    """Blocks lie outside of the file's segments, so `reserved_bytes` is a lower bound."""
 
     @cached_property
     def allocated_bytes(self) -> Ints:
@@ -228,14 +230,29 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
         times = counted(reader.num_contradictions, "time")
         notes.insert(0, f"Events contradict each other {times}: some are lost or damaged.")
     in_blocks = replay.curve(allocations.num_bytes, allocations.end)
+    lacking = _lacking_segments(replay, in_blocks)
+    return replace(
+        replay,
+        reserved_bytes=np.maximum(replay.reserved_bytes, in_blocks),
+        notes=(*notes, *lacking),
+        lacks_segments=bool(lacking),
+    )
+
+
+def _lacking_segments(replay: Replay, in_blocks: Ints) -> list[str]:
+    """What shows that segments are missing in the file; `in_blocks` are bytes at each moment."""
     missing = int((in_blocks - replay.reserved_bytes).max())
     if missing > 0:
-        notes.append(
+        return [
             f"Segments are missing in the file: blocks take up to {missing:,} bytes more than "
             "were reserved."
-        )
-    reserved_bytes = np.maximum(replay.reserved_bytes, in_blocks)
-    return replace(replay, reserved_bytes=reserved_bytes, notes=tuple(notes))
+        ]
+    is_at_end = replay.allocations.end == len(replay.memory.events)
+    num_outside = int((is_at_end & (replay.segment == NONE)).sum())
+    if num_outside:
+        blocks = counted(num_outside, "block")
+        return [f"Segments are missing in the file: {blocks} in use at the end lie in none."]
+    return []
 
 
 def _segment_at(memory: DeviceMemory, address: Ints) -> Ints:

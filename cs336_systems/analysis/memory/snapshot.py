@@ -328,8 +328,8 @@ class _Converter:
         return BlockStates(
             segment=np.repeat(np.arange(len(segments)), _ints(num_blocks)),
             address=_ints([*chain.from_iterable(map(_addresses, segments))]),
-            num_bytes=_ints([block["size"] for block in blocks]),
-            requested_bytes=_ints(requested_bytes),
+            num_bytes=_sizes([block["size"] for block in blocks]),
+            requested_bytes=_sizes(requested_bytes),
             state=_ints([STATES[block["state"]] for block in blocks]),
             stack=self._stack_numbers(with_frames),
         )
@@ -347,7 +347,7 @@ class _Converter:
             address=_ints(
                 [event["addr"] if "addr" in event else event["device_free"] for event in known]
             ),
-            num_bytes=_ints([event["size"] for event in known]),
+            num_bytes=_sizes([event["size"] for event in known]),
             stream=_ints([event["stream"] for event in known]),
             time_us=_ints([event.get("time_us", 0) for event in known]),
             stack=self._stack_numbers(known),
@@ -401,7 +401,7 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
     }
     return Segments(
         address=_ints([segment["address"] for segment in segments]),
-        num_bytes=_ints([segment["total_size"] for segment in segments]),
+        num_bytes=_sizes([segment["total_size"] for segment in segments]),
         stream=_ints([segment["stream"] for segment in segments]),
         pool=_ints([number_of[pool] for pool in pools]),
         is_small=_ints([segment.get("segment_type") == "small" for segment in segments]) > 0,
@@ -437,6 +437,16 @@ def _addresses(segment: Mapping[str, Any]) -> Iterator[int]:
 def _ints(values: Sequence[Any]) -> Ints:
     """The values as an array of int64."""
     return np.fromiter(values, dtype=np.int64, count=len(values))
+
+
+def _sizes(values: Sequence[Any]) -> Ints:
+    """Sizes in bytes; raise ValueError for what is none."""
+    sizes = _ints(values)
+    wrong = [value for value in values if isinstance(value, float)]
+    wrong += sizes[sizes < 0].tolist()
+    if wrong:
+        raise ValueError(f"sizes are whole numbers from 0 on, got {wrong[0]}")
+    return sizes
 
 
 def _readable(text: str) -> str:

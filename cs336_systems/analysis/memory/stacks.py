@@ -16,14 +16,19 @@ from .snapshot import UNRECORDED, Frame, Stack
 
 _TORCH_OPTIM = re.compile(r"(?:^|[/\\])torch[/\\]optim[/\\](lr_scheduler|swa_utils)?")
 _OPTIMIZER = re.compile(
-    r"(?<![a-z])(?:optims?|optimi[sz]ers?|optimi[sz]ation|lion|lamb|lars|soap|stage)(?![a-z])"
+    r"(?<![a-z])(?:optims?|optimi[sz]ers?|optimi[sz]ation|lion|lamb|lars|soap)(?![a-z])"
     r"|adam|adagrad|adadelta|adafactor|rmsprop|sgd|lbfgs|muon|shampoo|sophia|prodigy"
 )
-"""Parts of the names of files and classes of optimizers; `stage3.py` is that of DeepSpeed's
-ZeRO.
-"""
-_FOLDERS = re.compile(r"[/\\](?:optims?|optimizers?)[/\\][^/\\]*$")
+"""Parts of the names of optimizers, of which a class has one, and a file as its last word."""
+_FOLDERS = re.compile(r"[/\\](?:optims?|optimizers?)[/\\][^/\\]*$|[/\\]zero[/\\]stage_?\d[^/\\]*$")
+"""Folders of optimizers, and the files of DeepSpeed's ZeRO."""
 _UPDATE = re.compile(r"(?:^|_)(?:step|update|init|state|states)(?:_|$)")
+_OF_TRAINING = re.compile(r"(?:^|_)(?:train|training|evaluate|eval|model|batch|loss|epoch)(?:_|$)")
+"""Parts of the names of functions around an optimizer, as `train_step` and `init_model`."""
+_PROGRAM_NAME = re.compile(r"train|tune|model|eval|loop|runner|main|bench|(?:^|_)(?:run|test|exp)")
+"""Parts of the names of programs and classes that are named after the optimizer that they use, as
+`train_adamw.py`.
+"""
 _CALLED_BY_STEP = frozenset(
     {"forward", "backward", "closure", "training_step", "zero_grad", "_call_impl"}
 )
@@ -50,9 +55,20 @@ def _role_of(frame: Frame) -> _FrameRole | None:
         return _FrameRole.ZERO_GRAD if function == "zero_grad" else _FrameRole.INNER
     if of_torch := _TORCH_OPTIM.search(frame.filename):
         return None if of_torch[1] else _FrameRole.OPTIMIZER
-    file = re.split(r"[/\\]", frame.filename)[-1]
-    is_named = _OPTIMIZER.search(f"{file} {name}".lower()) or _FOLDERS.search(frame.filename)
-    return _FrameRole.OPTIMIZER if is_named and _UPDATE.search(function) else None
+    if not _UPDATE.search(function) or _OF_TRAINING.search(function):
+        return None
+    file = re.split(r"[/\\]", frame.filename)[-1].removesuffix(".py")
+    is_in_folder = _FOLDERS.search(frame.filename) is not None
+    is_optimizer = is_in_folder or _is_named(name) or _is_named(file, file.split("_")[-1])
+    return _FrameRole.OPTIMIZER if is_optimizer else None
+
+
+def _is_named(name: str, telling: str | None = None) -> bool:
+    """Whether a class or a file is named as an optimizer, by its `telling` part, and not as a
+    program that trains.
+    """
+    is_of_training = _PROGRAM_NAME.search(name.lower()) is not None
+    return not is_of_training and _OPTIMIZER.search((telling or name).lower()) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,11 @@ its memory are in `account_memory.py`.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from ...config import Mode, Phase, RunConfig
+import msgspec
+
+from ...config import UNSIZED, Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.compiled import predict_step_memory, why_not_foretold
@@ -20,6 +23,7 @@ from ...costs.traces import idle_parameters, is_compiled, own_parameters
 from ...studies.ceilings_files import REFERENCE
 from ..charts import Bar, Chart, Panel, Style
 from ..columns import Column, Row, column, columns_of
+from ..identity import SHAPE
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
     DOUBTED_FORECAST,
@@ -223,7 +227,7 @@ def account_json(account: Account) -> dict[str, object]:
     """
     config, memory_bytes, time = account.config, account.memory_bytes, account.time
     values = {
-        "config": config,
+        "config": _config_values(config),
         "tokens": _tokens(config),
         "active_parameters": _active_parameters(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
@@ -243,6 +247,18 @@ def account_json(account: Account) -> dict[str, object]:
         values["time_is_measured"] = account.curves.is_measured
     if memory_bytes is not None:
         values["fit"] = {"memory_bytes": memory_bytes, **fit_values(config, memory_bytes)}
+    return values
+
+
+def _config_values(config: RunConfig) -> dict[str, Any]:
+    """The settings of the step, with None for the shape of a user's own model, which is not
+    known.
+    """
+    values: dict[str, Any] = msgspec.to_builtins(config)
+    if config.model_factory is not None:
+        values["model"] |= dict.fromkeys(("arch", "num_kv_heads", "rope_theta", *SHAPE))
+    if config.size == UNSIZED:
+        values["model"]["vocab_size"] = None
     return values
 
 

@@ -49,6 +49,12 @@ class RealPlan:
     checkpoints: bool
     counts_steps: bool
     """The profiler's own steps are in the file."""
+    without_gradients: str
+    """What a training step computes without gradients: an `evaluation` of several batches at its
+    beginning, or a `teacher` beside its model.
+    """
+    infers: bool
+    """By torch.inference_mode, in the place of torch.no_grad."""
 
 
 @dataclass
@@ -90,6 +96,8 @@ def draw_real(seed: int) -> RealPlan:
         clips=chance() < 0.3,
         checkpoints=chance() < 0.3,
         counts_steps=chance() < 0.6,
+        without_gradients=pick(("", "evaluation", "teacher")) if trains else "",
+        infers=chance() < 0.5,
     )
 
 
@@ -184,11 +192,19 @@ class _Program:
         with self.part(Part.FORWARD):
             logits = self.model(x)
             self.count(Part.FORWARD, self.plan.layers)
+            if self.plan.without_gradients == "teacher":
+                has_range = Part.FORWARD in STYLES[self.plan.style]
+                self.compute_without_gradients(x, Part.FORWARD if has_range else Part.EVALUATION)
             is_apart = Part.LOSS in STYLES[self.plan.style]
             if not is_apart:
                 return nn.functional.cross_entropy(logits, y)
         with self.part(Part.LOSS):
             return nn.functional.cross_entropy(logits, y)
+
+    def compute_without_gradients(self, x: Tensor, phase: Part) -> None:
+        with torch.inference_mode() if self.plan.infers else torch.no_grad():
+            self.model(x)
+        self.count(phase, self.plan.layers)
 
     def backward(self, loss: Tensor) -> None:
         with self.part(Part.BACKWARD):
@@ -218,6 +234,10 @@ class _Program:
             with torch.no_grad():
                 self.forward(x.to(self.device), y.to(self.device))
             return
+        if plan.without_gradients == "evaluation":
+            for _ in range(3):
+                x = torch.rand(plan.batch, plan.width).to(self.device)
+                self.compute_without_gradients(x, Part.EVALUATION)
         for micro in range(plan.micro_batches):
             x, y = next(self.batches)
             if plan.zero_grad == "first" and micro == 0:

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from cs336.analysis.kernels.classes import KernelClass, classify_kernel, own_rules
+from cs336.analysis.kernels.classes import (
+    OF_OPTIMIZER,
+    OF_TRAINING,
+    KernelClass,
+    classify_kernel,
+    own_rules,
+)
 from cs336.analysis.kernels.short_names import short_name
 from tests.analysis.kernels import public_names
 from tests.analysis.kernels.foreign_names import OTHER_FIELDS, drawn_names
@@ -567,3 +573,24 @@ def test_no_two_classes_share_a_short_name() -> None:
         short = short_name(name)
         assert classify_kernel(short) is classify_kernel(name), name
         assert short_name(short) == short, name
+
+
+WITHIN = {"adam": ("hadamard", "madam", "adamantine", "Adamant"), "gemm": ("gemma", "gemma3")}
+"""Words that have the letters of another."""
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_letters_within_another_word_say_nothing(seed: int) -> None:
+    """A name of drawn parts, with the word itself and with one that only has its letters."""
+    draw = random.Random(seed)
+    before = [*draw.sample(["triton", "my", "bf16", "k2", "x"], draw.randrange(3)), ""]
+    after = ["", *draw.sample(["kernel", "v2", "rows", "tile"], draw.randrange(3))]
+    parts = "_".join(before), "_".join(after)
+    classes = {"adam": KernelClass.OPTIMIZER, "gemm": KernelClass.MATMUL}
+    for word, others in WITHIN.items():
+        assert classify_kernel(word.join(parts)) is classes[word]
+        other = draw.choice(others).join(parts)
+        assert classify_kernel(other) is KernelClass.OTHER
+        assert not OF_OPTIMIZER.search(other)
+        assert not OF_TRAINING.search(other)
+    assert OF_OPTIMIZER.search("adam".join(parts))

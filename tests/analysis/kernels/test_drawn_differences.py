@@ -4,6 +4,7 @@ Both are simulated with the same seed and differ in nothing else, or with anothe
 plan. The truth is the change, and the times of the jobs as they were simulated.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.explain import summarise
+from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.difference import Difference
@@ -23,6 +24,7 @@ from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_machine import MICROSECOND, MILLISECOND, Job, recorded
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
 from tests.analysis.kernels.drawn_programs import KERNELS, Program, simulate
+from tests.analysis.kernels.kineto_files import Event, write_trace
 
 ALL = 1_000
 SEEDS = 8
@@ -178,3 +180,22 @@ def test_differences_add_up_to_that_of_the_whole(tmp_path: Path) -> None:
             (sides.kernels, "kernel_s"),
         ):
             assert sum(part.difference for part in parts) == _whole(pair, field)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_recordings_without_steps_are_not_said_to_have_a_step(seed: int, tmp_path: Path) -> None:
+    """Two launches of drawn lengths and numbers, between which nothing repeats."""
+    draw = random.Random(seed)
+    sides = []
+    for name in ("a", "b"):
+        events: list[Event] = []
+        for number in range(draw.randint(1, 3)):
+            args = {"device": 0, "stream": 7, "correlation": number + 1}
+            times = {"ts": 1000 * number, "dur": draw.randint(100, 900)}
+            kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{number}", "pid": 0, "tid": 7}
+            events.append(kernel | times | {"args": args})
+        path = write_trace(tmp_path / f"{name}.json", events)
+        sides.append(explain(path))
+    answer = compared(*sides).findings[0].text
+    assert "B's recording" in answer
+    assert "B's step" not in answer

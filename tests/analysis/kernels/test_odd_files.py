@@ -18,10 +18,10 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.explain import summarise
+from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.trace import Trace
-from tests.analysis.kernels.kineto_files import OTHERS, Event, complete
+from tests.analysis.kernels.kineto_files import OTHERS, Event, complete, write_trace
 
 NO_NUMBERS = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf", "NAN", "-nan", "Inf")
 NAMES = ("gemm", "my_kernel", "NaN_fill", 'says "inf", and NaN: 1', "-Infinity", "nan", "a, [inf]")
@@ -301,3 +301,40 @@ def _sums_by_json(events: list[Event]) -> Sums:
         counts[str(event["name"])] += 1
         times_ns[str(event["name"])] += round(Fraction(str(event["dur"])) * 1000)
     return {name: (counts[name], times_ns[name]) for name in counts}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lost_times_and_an_update_of_one_launch(seed: int, tmp_path: Path) -> None:
+    """A drawn share of the kernels, in whole microseconds, has lost its time; the optimizer is one
+    launch, which lasts as long as its call.
+    """
+    draw = random.Random(seed)
+    lost, call_us, steps = draw.choice([0.02, 0.5, 1.0]), draw.randint(2, 9), draw.randint(3, 6)
+    main, autograd = 1, 2
+    events, correlation, now = [], 0, 0
+
+    def launch(thread: int, name: str, lasts_us: int) -> None:
+        nonlocal correlation, now
+        correlation, now = correlation + 1, now + 100
+        args = {"correlation": correlation, "External id": correlation}
+        call: Event = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": args}
+        events.append(call | {"pid": 9, "tid": thread, "ts": now, "dur": call_us})
+        on_gpu = args | {"device": 0, "stream": 7}
+        kernel: Event = {"ph": "X", "cat": "kernel", "name": name, "args": on_gpu}
+        events.append(kernel | {"pid": 0, "tid": 7, "ts": now + 50, "dur": lasts_us})
+
+    for _ in range(steps):
+        for _ in range(20):
+            launch(main, "ampere_sgemm", 40)
+        for _ in range(20):
+            launch(autograd, "ampere_sgemm_dgrad", 40)
+        launch(main, "multi_tensor_apply_kernel<FusedAdamMathFunctor>", 40)
+    kernels = [event for event in events if event["cat"] == "kernel"]
+    without = draw.sample(kernels, int(lost * len(kernels)))
+    for event in without:
+        event["dur"] = 0
+    profile = explain(write_trace(tmp_path / "trace.json", events))
+    doubt = [note for note in profile.notes if "kernels last no time" in note]
+    assert bool(doubt) is (lost > 0.1)
+    updates = [phase for phase in profile.phases if phase.phase.value == "optimizer"]
+    assert {round(time * 1e6) for phase in updates for time in phase.host_s} == {call_us}

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cs336.analysis.kernels.explain import explain  # noqa: E402
+from cs336.analysis.kernels.phases import LaunchPhase  # noqa: E402
 from cs336.analysis.kernels.step_profile import StepProfile  # noqa: E402
 from tests.analysis.kernels.drawn_plans import STYLES, Part  # noqa: E402
 from tests.analysis.kernels.real_programs import RealPlan, RealTruth, draw_real, run_real  # noqa: E402
@@ -51,7 +53,9 @@ def check(profile: StepProfile, plan: RealPlan, truth: RealTruth) -> None:
     unseen = said.pop("unattributed", 0)
     for phase, count in truth.activations.items():
         assert said[phase] <= count
-    assert sum(said.values()) + unseen == sum(truth.activations.values())
+    # what a loop evaluates between two steps may be in neither
+    lacking = sum(truth.activations.values()) - sum(said.values()) - unseen
+    assert 0 <= lacking <= truth.activations[Part.EVALUATION]
     assert set(said) <= set(truth.activations)
     assert profile.passes_per_step in (None, plan.micro_batches)
     check_times(profile, plan, truth)
@@ -77,3 +81,18 @@ def test_nothing_false_is_said_of_a_real_program(seed: int, tmp_path: Path) -> N
     plan = draw_real(seed)
     truth = run_real(plan, tmp_path / "trace.json")
     check(explain(tmp_path / "trace.json"), plan, truth)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_backward_is_seen_without_any_range(seed: int, tmp_path: Path) -> None:
+    """Autograd's nodes show it; the update that is written out is no forward."""
+    settings = {"style": "none", "optimizer": "plain", "trains": True, "loads": False}
+    apart = {"counts_steps": False, "clips": False, "zero_grad": "", "without_gradients": ""}
+    plan = replace(draw_real(seed), **settings, **apart, micro_batches=1, steps=4)
+    truth = run_real(plan, tmp_path / "trace.json")
+    profile = explain(tmp_path / "trace.json")
+    backward = truth.activations[Part.BACKWARD] // plan.steps
+    assert profile.num_steps == plan.steps - 1  # the kernels repeat, and the last have no next
+    assert activations(profile)["backward"] == profile.num_steps * backward
+    updates = [row for row in profile.kernels if row.name == "aten::sub_"]
+    assert {row.phase for row in updates if row.phase is not None} == {LaunchPhase.UNATTRIBUTED}

@@ -1,5 +1,7 @@
 """What is said of drawn snapshots. Oracles: the allocator's own counts, a walk over its events."""
 
+import pickle
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -151,3 +153,31 @@ def test_nothing_false_is_said_of_drawn_snapshots(part: int, tmp_path: Path) -> 
     for seed in range(part, NUM_DRAWS, NUM_TESTS):
         codes += check(seed, tmp_path)
     assert {"out of memory", "other device", "largest", "peak", "reserved"} <= {*codes}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_reserved_memory_is_a_lower_bound_where_segments_are_missing(
+    seed: int, tmp_path: Path
+) -> None:
+    """Segments that a drawn snapshot has in use are taken out of the file."""
+    drawn = DrawnSnapshot(seed)
+    path = drawn.write(tmp_path)
+    device = explain_memory(path).device
+    content = pickle.loads(path.read_bytes())
+    used = [
+        segment
+        for segment in content["segments"]
+        if segment["device"] == device
+        and any(block["state"] == "active_allocated" for block in segment["blocks"])
+    ]
+    lost = random.Random(seed).sample(used, min(len(used), 1 + seed % 3))
+    content["segments"] = [segment for segment in content["segments"] if segment not in lost]
+    path.write_bytes(pickle.dumps(content))
+    profile = explain_memory(path, device)
+    true_bytes = max(truth.reserved for truth in drawn.devices[device].truth)
+    assert profile.peak_reserved_bytes <= true_bytes
+    for finding in answer(profile):
+        if finding.code == "reserved":
+            assert ("or more" in finding.text) is profile.lacks_segments
+    if profile.peak_reserved_bytes < true_bytes:
+        assert profile.lacks_segments

@@ -66,6 +66,29 @@ def test_an_optimizer_is_known_by_its_file_or_class(name: str) -> None:
     assert makers.is_zero_grad.tolist() == [name == "zero_grad"]
 
 
+NAMES = ("adamw", "sgd", "muon", "lion", "soap", "shampoo", "adafactor", "optimizer", "lamb")
+PROGRAMS = ("train_{}", "{}_baseline", "pretrain_gpt_{}", "run_{}", "{}_experiment", "finetune_{}")
+AROUND = ("train_step", "step", "init_model", "evaluate_step", "state_of_batch", "update_model")
+WITHIN = ("step", "_init_group", "update_fn", "init_state", "_update")
+LIBRARIES = ("{}", "fused_{}", "my_{}", "distributed_{}")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_program_that_is_named_after_its_optimizer_is_none(seed: int) -> None:
+    """Each stack is drawn twice: with the optimizer's own function innermost, and without it."""
+    draw = random.Random(seed)
+    optimizer = draw.choice(NAMES)
+    program = f"/home/{optimizer}/{draw.choice(PROGRAMS).format(optimizer)}.py"
+    owner = draw.choice(["", "Trainer.", f"{optimizer.capitalize()}Trainer.", "Stage.", "Model."])
+    around = (Frame(program, 1, f"{owner}{draw.choice(AROUND)}"), Frame(program, 2, "main"))
+    library = f"/home/{optimizer}/lm/{draw.choice(LIBRARIES).format(optimizer)}.py"
+    in_class = Frame(program, 3, f"{optimizer.capitalize()}.{draw.choice(WITHIN)}")
+    in_file = Frame(library, 3, draw.choice(WITHIN))
+    helper = Frame(program, 4, "newton_schulz")
+    stacks = [around, (in_class, *around), (in_file, *around), (helper, in_class, *around)]
+    assert callers_of(stacks).is_optimizer.tolist() == [False, True, True, True]
+
+
 def frames(calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"name": function, "filename": file, "line": 7} for function, file in calls]
 

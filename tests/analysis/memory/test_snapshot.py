@@ -184,10 +184,13 @@ WRONG = {
     "event": [
         *((key, None) for key in EVENT if key not in ("frames", "time_us")),
         ("addr", 2**63),
+        ("size", -512),
+        ("size", 512.5),
         ("frames", 5),
     ],
     "segment": [(key, None) for key in SEGMENT if key != "is_expandable"],
     "block": [("size", None), ("state", None), ("state", "odd"), ("size", "text")],
+    "sizes": [("total_size", -1), ("total_size", float("nan"))],
 }
 """Keys with another value, or None for a key that is missing."""
 
@@ -201,6 +204,7 @@ def test_wrong_content_is_one_clear_line(tmp_path: Path, where: str, key: str, v
     changed = {
         "event": content["device_traces"][0][0],
         "segment": segment,
+        "sizes": segment,
         "block": segment["blocks"][0],
     }[where]
     del changed[key]

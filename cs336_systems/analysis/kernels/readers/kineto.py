@@ -17,7 +17,7 @@ from ..collectives import of_collective
 from ..kineto_content import TORCH_TRACE
 from ..kineto_events import HOW_TO_TRACE, Args, Category, EventBatch, TraceEvents
 from ..kineto_messages import message_of
-from ..kineto_operators import frames_of_program, linked_operators, shape_text
+from ..kineto_operators import LinkedOperators, frames_of_program, linked_operators, shape_text
 from ..trace import (
     NOWHERE,
     ApiCalls,
@@ -74,7 +74,7 @@ def read_kineto(path: Path) -> Trace:
         kernels=work,
         copies=copied,
         nodes=Nodes(**session.on_host(operators.nodes), forward=operators.forward),
-        operators=session.operators(operators.calls),
+        operators=session.operators(operators),
         frames=Events(**session.on_host(frames.functions)),
         calls_of_modules=session.ranges_of(frames.modules),
         has_operators=has_operators,
@@ -248,10 +248,11 @@ class _Session:
             self.ranges = joined(self.ranges, marked)
         return np.array([rows.get(text, -1) for text in texts], dtype=np.int64)
 
-    def operators(self, batch: EventBatch) -> Operators:
+    def operators(self, linked: LinkedOperators) -> Operators:
         """Calls of operators, with their shapes."""
-        shapes = self.strings.ids(shape_text(event) for event in batch.events)
-        return Operators(**self.on_host(batch), shape=shapes)
+        calls = linked.calls
+        shapes = self.strings.ids(shape_text(event) for event in calls.events)
+        return Operators(**self.on_host(calls), is_recorded=linked.is_recorded, shape=shapes)
 
     def work_of_host(self, batch: EventBatch) -> DeviceWork:
         """Operators of the host as work, where each is its own launch and the stream is its

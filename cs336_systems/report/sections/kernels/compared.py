@@ -212,8 +212,9 @@ def _step(sides: Sides) -> Finding:
     kinds = [(f"{a.name} ", a.of(sides.walls_s[0]), b.of(sides.walls_s[1])) for a, b in sides.kinds]
     numbers: dict[str, float] = {}
     codes, texts = [], []
+    what = "recording" if sides.a.is_whole_trace else "step"
     for prefix, a_s, b_s in kinds or [("", sides.walls_s[0], sides.walls_s[1])]:
-        code, text = _step_words(f"{prefix}step", a_s, b_s)
+        code, text = _step_words(f"{prefix}{what}", a_s, b_s)
         codes.append(code)
         texts.append(text)
         numbers |= {f"{prefix}a_step_s": _mean(a_s), f"{prefix}b_step_s": _mean(b_s)}
@@ -239,8 +240,10 @@ def _step_words(what: str, a_s: Sequence[float], b_s: Sequence[float]) -> tuple[
     if a == b:
         return "same", f"B's {what} is as long as A's: {ms(a)}"
     if compared is None or compared.least_shown is None:
-        text = f"B's {what} is {by} {way} in these files ({times}), and a single step is no proof"
-        return "no proof", text
+        why = "a single step is no proof"
+        if what == "recording":
+            why = "no steps are seen, so how much work it was is not known"
+        return "no proof", f"B's {what} is {by} {way} in these files ({times}), and {why}"
     why = "the steps scatter too much to tell"
     if compared.least_shown < 1:
         why = f"below {percent_of(compared.least_shown)} may be chance"

@@ -25,7 +25,9 @@ def compared_snapshots(a: MemoryProfile, b: MemoryProfile, top: int) -> Differen
         sections.append(difference_section(f"{title}, at the peak", of_title, top, amount))
     evidence = []
     for name, profile in (("A", a), ("B", b)):
-        evidence.append(f"{name}: {about(profile)} Its peak is {when(profile.peak)}.")
+        at_peak = when(profile.peak)
+        peak = f" Its peak is {at_peak}." if at_peak else ""
+        evidence.append(f"{name}: {about(profile)}{peak}")
     places = named(parts["Lines of code"], _words) or "the same in both"
     findings = [
         _peak(a.peak.allocated_bytes, b.peak.allocated_bytes, named(parts["Categories"], _words)),

@@ -97,7 +97,10 @@ def _reserved(profile: MemoryProfile) -> Finding:
     """A finding on how much memory PyTorch had reserved from the driver, and how much of that held
     no tensor.
     """
-    text = f"PyTorch has reserved {size(profile.peak_reserved_bytes)} at most"
+    reserved = size(profile.peak_reserved_bytes)
+    text = f"PyTorch has reserved {reserved} at most"
+    if profile.lacks_segments:
+        text = f"PyTorch has reserved {reserved} or more at its most, as the file lacks segments"
     if unused := profile.fragmentation_bytes:
         text += f"; at the peak {size(unused)} of it were in no block"
     if profile.private_bytes:

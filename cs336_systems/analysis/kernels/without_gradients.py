@@ -1,0 +1,115 @@
+"""What a training program launches while autograd does not record: evaluation, generation, the
+forward of a teacher, an update that is written out.
+
+PyTorch numbers the operators that autograd records. Without ranges of forward, the time before a
+backward would be forward whatever the program did there.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..columns import Columns, Ints, Mask, chosen
+from .classes import classify_kernel
+from .phase_plan import COMPUTING, MarkedWindows, windows_of
+from .phases import LaunchPhase
+from .trace import Trace
+
+LEAST_SHARE = 0.5
+"""Least number of matmuls, convolutions and attentions of a stretch without gradients, relative to
+those with gradients before the same backward, by which it is a pass of its own. Forward computes
+the angles of rotary embeddings, by a matmul, without gradients.
+"""
+
+
+WORKING = re.compile(r"^\w+::(?!arange|empty|eye|fill|full|linspace|ones|rand|tri|zero)")
+"""Operators but those that make a tensor from none, as forward makes positions and masks: PyTorch
+never numbers those. What has no namespace is a mark of torch.compile.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launches(Columns):
+    """Launches of the main thread by operators, in no window, in order of time."""
+
+    time_ns: Ints
+    window: Ints
+    """How many windows begin before the launch."""
+    backward: Ints
+    """The number of the backward that follows."""
+    is_recorded: Mask
+    computes: Mask
+    """The kernel is a matmul, a convolution or an attention."""
+    works: Mask
+    """The operator changes or computes what was there."""
+
+
+def computed_without_gradients(trace: Trace, windows: MarkedWindows, main: int) -> MarkedWindows:
+    """The stretches before each backward in which the main thread launched without gradients: all
+    before the first operator that autograd recorded, and later ones that compute much.
+
+    None where no operator before the backward was recorded, as where the file does not say it.
+    """
+    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
+    launches = _launches(trace, windows, main, backward)
+    launches = chosen(launches, launches.backward < len(backward))
+    first, last = _stretches(launches)
+    is_apart = _is_leading(launches, first, last) | _computes_much(launches, first, last)
+    time = launches.time_ns
+    return windows_of(LaunchPhase.UNATTRIBUTED, time[first[is_apart]], time[last[is_apart]] + 1)
+
+
+def _launches(trace: Trace, windows: MarkedWindows, main: int, backward: Ints) -> _Launches:
+    kernels, operators = trace.kernels, trace.operators
+    operator = operators.by_thread().at(kernels.thread, kernels.launch_ns)
+    is_of_main = kernels.is_launched & ~kernels.is_in_graph & (kernels.thread == main)
+    rows = np.flatnonzero(is_of_main & (operator >= 0) & ~windows.cover(kernels.launch_ns))
+    rows = rows[np.argsort(kernels.launch_ns[rows], kind="stable")]
+    time = kernels.launch_ns[rows]
+    recorded = chosen(operators, operators.is_recorded & (operators.thread == main))
+    of_rows = chosen(kernels, rows)
+    return _Launches(
+        time_ns=time,
+        window=np.searchsorted(windows.start_ns, time),
+        backward=np.searchsorted(backward, time),
+        is_recorded=recorded.cover(time),
+        computes=trace.named(of_rows, lambda name: classify_kernel(name) in COMPUTING),
+        works=trace.named(chosen(operators, operator[rows]), WORKING.search),
+    )
+
+
+def _stretches(launches: _Launches) -> tuple[Ints, Ints]:
+    """The first and the last launch of each stretch without gradients, between two windows."""
+    kind = 2 * launches.window + launches.is_recorded
+    begins = np.flatnonzero(np.diff(kind, prepend=-1))
+    last = np.append(begins[1:], len(launches))[: len(begins)] - 1
+    is_plain = ~launches.is_recorded[begins]
+    return begins[is_plain], last[is_plain]
+
+
+def _is_leading(launches: _Launches, first: Ints, last: Ints) -> Mask:
+    """Whether each stretch comes before all that autograd recorded for its backward, and works."""
+    of_backward, position = np.unique(launches.backward[launches.is_recorded], return_index=True)
+    first_recorded = np.full(launches.backward.max(initial=0) + 1, -1)
+    first_recorded[of_backward] = np.flatnonzero(launches.is_recorded)[position]
+    works = _number(launches.works | launches.computes, first, last) > 0
+    is_leading: Mask = works & (first < first_recorded[launches.backward[first]])
+    return is_leading
+
+
+def _computes_much(launches: _Launches, first: Ints, last: Ints) -> Mask:
+    """Whether each stretch is a pass of its own, by how much is computed with gradients."""
+    is_computed = launches.is_recorded & launches.computes
+    size = int(launches.backward.max(initial=0)) + 1
+    with_gradients = np.bincount(launches.backward[is_computed], minlength=size)
+    of_stretch = with_gradients[launches.backward[first]]
+    is_much: Mask = _number(launches.computes, first, last) >= LEAST_SHARE * of_stretch
+    return is_much & (of_stretch > 0)
+
+
+def _number(is_counted: Mask, first: Ints, last: Ints) -> Ints:
+    """How many of the launches count in each stretch."""
+    before = np.append(0, np.cumsum(is_counted))
+    number: Ints = before[last + 1] - before[first]
+    return number
