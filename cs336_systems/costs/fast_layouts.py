@@ -106,11 +106,11 @@ def _ways(gpus: int, links: Links) -> Iterator[dict[str, Any]]:
 
 def _layout(config: RunConfig, recipe: Recipe | None) -> Layout:
     """How the ranks of a step share it."""
-    ranks = {"data": config.ranks}
-    if config.parallel.shards_parameters or config.shard_optimizer:
-        ranks = {"shard": config.ranks, "stage": 3 if config.parallel.shards_parameters else 1}
+    is_sharded = config.parallel.shards_parameters or config.shard_optimizer
     return Layout(
-        **ranks,
+        data=1 if is_sharded else config.ranks,
+        shard=config.ranks if is_sharded else 1,
+        stage=1 if config.shard_optimizer else 3,
         way=config.parallel if config.is_shared else None,
         micro_batch=config.batch_size,
         accumulate=config.accumulate_steps,
