@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch  # noqa: F401  so that this process traces, and not one for each step
@@ -30,7 +31,7 @@ from cs336.config import (
     Precision,
     RunConfig,
 )
-from cs336.costs import traces
+from cs336.costs import fast_layouts, traces
 from cs336.costs.compiled import steps_to_compile, why_refused
 from cs336.costs.compiled_blocks import steps_of_blocks
 from cs336.costs.depth import of_depth
@@ -39,6 +40,7 @@ from cs336.costs.layout import MAX_MICRO_BATCH, Layout, powers
 from cs336.costs.layout_memory import Rank
 from cs336.costs.memory import is_fast_step, is_predictable
 from cs336.costs.shards import plain
+from cs336.costs.time import steps_to_trace
 from cs336.costs.traces import is_compiled
 from cs336.model.fast.choose import fastest
 from cs336.record import load_records
@@ -104,16 +106,24 @@ def shipped() -> Iterator[RunConfig]:
 
 
 def of_fast_plans() -> Iterator[RunConfig]:
-    """What `plan --fast` asks of presets on the GPUs of a node."""
-    for size in ("small", "gpt2", "8B"):
-        arguments = PlanArguments(size=size, gpus="8xH100", fast=True)
+    """What `plan --fast` asks of presets on the GPUs of a node, for a step and for a training."""
+    asked: list[RunConfig] = []
+
+    def note(configs: Iterable[RunConfig]) -> None:
+        """Note the steps of which a plan needs forecasts."""
+        asked.extend(configs)
+
+    for size, tokens in (("small", None), ("gpt2", None), ("8B", None), ("8B", 1e12)):
+        arguments = PlanArguments(size=size, gpus="8xH100", fast=True, tokens=tokens)
         training = _training(arguments, arguments.config(), arguments.known_ceilings())
         assert training.fast is not None
         links = training.links
         steps, _ = fast_steps(training.fast, training.gpus, training.sequences, links, None)
-        timed, _ = timed_steps(steps, training.memory_bytes, training.curves, links)
-        for step, _ in timed:
-            yield from (step.config, step.config.alone)
+        with mock.patch.object(fast_layouts, "_prepare", note):
+            timed, _ = timed_steps(steps, training.memory_bytes, training.curves, links)
+        asked += [step.config for step, _ in timed]
+    for config in asked:
+        yield from steps_to_trace(config)
 
 
 def shallow() -> Iterator[RunConfig]:
