@@ -14,7 +14,7 @@ from importlib import import_module
 from math import inf
 from threading import get_ident
 from time import monotonic
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -72,6 +72,32 @@ def _moved(device: Any) -> Any:
     return torch.device("meta") if is_gpu else device
 
 
+class _Gpu:
+    """What a step gets to know of its GPU: what an H100 has in common with its kind. Raises
+    TraceError for anything else, such as the size of its memory.
+    """
+
+    name = "NVIDIA H100 80GB HBM3"
+    major, minor = 9, 0
+    multi_processor_count = 132
+    warp_size = 32
+
+    def __getattr__(self, name: str) -> Any:
+        return _unknown(f"get_device_properties().{name}")
+
+
+def _unknown(asked: str, *_: Any, **__: Any) -> Any:
+    """Raise TraceError, because what a step asks of the GPU is known only where one is."""
+    raise TraceError(
+        f"the step asks for torch.cuda.{asked}, which a trace without a GPU does not know: let it "
+        "do without, or measure it on a GPU"
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing: where nothing runs, there is nothing to wait for or to free."""
+
+
 _CUDA: dict[str, Any] = {
     "Stream": CudaStream,
     "Event": CudaStream,
@@ -79,11 +105,24 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 2**20,
     "can_device_access_peer": lambda *_: True,
     "is_bf16_supported": lambda *_, **__: True,
-    "get_device_properties": lambda *_: SimpleNamespace(
-        multi_processor_count=132, major=9, minor=0
-    ),
-    "get_device_capability": lambda *_: (9, 0),
+    "get_device_properties": lambda *_: _Gpu(),
+    "get_device_capability": lambda *_: (_Gpu.major, _Gpu.minor),
+    "get_device_name": lambda *_: _Gpu.name,
+    "init": _nothing,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "ipc_collect": _nothing,
+    "reset_peak_memory_stats": _nothing,
 }
+_OF_MEMORY = (
+    "mem_get_info",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_stats",
+)
+_CUDA |= {name: partial(_unknown, f"{name}()") for name in _OF_MEMORY}
 """torch.cuda of a Hopper GPU, as far as steps ask for it."""
 
 
@@ -231,9 +270,6 @@ def _is_new(out: Any, args: Any) -> bool:
     storage = out.untyped_storage()
     given = {address_of(tensor.untyped_storage()) for tensor in tensors_in(args)}
     return out.nbytes == storage.nbytes() and address_of(storage) not in given
-
-
-def _nothing(*_: Any) -> None: ...
 
 
 def _on_this_thread(instead: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:

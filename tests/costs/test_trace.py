@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -33,7 +33,7 @@ from cs336.costs import memory, traces
 from cs336.costs.accounting import count_parameters
 from cs336.costs.memory import MemoryPrediction, predict_memory
 from cs336.costs.shards import kept_elements
-from cs336.costs.tape import Category, Names, OperationKind, Tape, phases_of
+from cs336.costs.tape import Category, Names, OperationKind, Tape, TraceError, phases_of
 from cs336.costs.time import flops_of, operations
 from cs336.costs.traces import has_tape
 from cs336.costs.tracing import tracing
@@ -100,6 +100,52 @@ def test_modules_alone_are_told_that_a_graph_is_captured() -> None:
         model(torch.zeros(2, 4))
         seen.append(torch.cuda.is_current_stream_capturing())
     assert seen == [True, False]
+
+
+class Asking(nn.Module):
+    """A layer that asks something of the GPU first."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        super().__init__()
+        self.ask, self.layer = ask, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ask()
+        out: Tensor = self.layer(x)
+        return out
+
+
+ANSWERED = (
+    "synchronize",
+    "empty_cache",
+    "get_device_name",
+    "get_device_capability",
+    "reset_peak_memory_stats",
+)
+"""What has an answer, or nothing to do, where no GPU is."""
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_what_a_step_asks_of_the_gpu_changes_nothing(name: str) -> None:
+    x = torch.zeros(2, 4)
+    asking = trace_of(Asking(lambda: getattr(torch.cuda, name)()), x)
+    silent = trace_of(Asking(lambda: None), x)
+    assert asking.events == silent.events
+    assert len(asking.launches) == len(silent.launches)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mem_get_info", "memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats"],
+)
+def test_a_step_that_asks_how_much_memory_there_is_is_not_foretold(name: str) -> None:
+    """No trace knows that, and what the step does may depend on it."""
+    with pytest.raises(TraceError, match=rf"torch\.cuda\.{name}"):
+        trace_of(Asking(lambda: getattr(torch.cuda, name)()), torch.zeros(2, 4))
+    with pytest.raises(TraceError, match="total_memory"):
+        trace_of(
+            Asking(lambda: torch.cuda.get_device_properties(0).total_memory), torch.zeros(2, 4)
+        )
 
 
 def test_no_mask_is_made_where_no_token_is_padded() -> None:
