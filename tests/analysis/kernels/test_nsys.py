@@ -4,6 +4,7 @@ import contextlib
 import random
 import sqlite3
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +73,30 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, registered: bool) -
             [trace.strings[i] for i in getattr(trace, kind).name] for trace in (read, expected)
         ]
         assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_phase_that_was_left_open_is_none(tmp_path: Path, seed: int) -> None:
+    """Else all steps after it would lie within it. One that is open where the recording ends, and
+    has no later one of its name, lasts until then.
+    """
+    draw = random.Random(seed)
+    made = training(4, step_range=draw.random() < 0.5)
+    name = draw.choice(["forward", "backward", "optimizer"])
+    *others, last = [row for row, span in enumerate(made.spans) if span.name == name]
+    left = draw.choice(others)
+    without = Recording(kernels=made.kernels, spans=list(made.spans))
+    made.spans[left] = replace(made.spans[left], end_ns=None)
+    del without.spans[left]
+    read = read_nsys(write_export(tmp_path / "open.sqlite", made))
+    expected = read_nsys(write_export(tmp_path / "without.sqlite", without))
+    assert totals(attribute(read)) == totals(attribute(expected))
+    assert any("1 phase" in note for note in read.notes)
+    made.spans[left] = replace(made.spans[left], end_ns=made.spans[left].start_ns + 1)
+    made.spans[last] = replace(made.spans[last], end_ns=None)
+    cut = read_nsys(write_export(tmp_path / "cut.sqlite", made))
+    assert len(cut.ranges) == len(made.spans)
+    assert not any("phase" in note for note in cut.notes)
 
 
 def test_two_processes_with_equal_correlation_ids_do_not_multiply(tmp_path: Path) -> None:

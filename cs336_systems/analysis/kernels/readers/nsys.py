@@ -7,14 +7,15 @@ first. It opens the file read-only, and reads plain tables only, whole and witho
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
 from ....temporary import run_for_this_process, temporary_directory
-from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
+from ....text import counted
+from ...columns import SQLITE_MAGIC, Ints, Mask, ProfileError, chosen, joined, read_head, what_it_is
 from .. import NsysError, find_nsys, nsys_extras
 from ..calls import ApiCallKind
 from ..known_ranges import phase_named
@@ -134,10 +135,12 @@ class _Export(Tables):
         copies = self._work(COPY_TABLE, "copyKind", calls)
         fills = self._work(FILL_TABLE, "bytes", calls)
         places, call_place = nsys_extras.call_places(self, api_calls)
+        last_ns = _last(kernels, graphs, copies, fills, api_calls)
+        ranges, num_left_open = self._ranges(last_ns)
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
-            ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
+            ranges=ranges,
             api_calls=api_calls,
             samples=nsys_extras.samples(self),
             memory=nsys_extras.memory_events(self),
@@ -146,7 +149,7 @@ class _Export(Tables):
             call_place=call_place,
             strings=self.strings.all,
             device_names=tuple(dict.fromkeys(self.names("TARGET_INFO_GPU", "name").values())),
-            notes=(*self._notes(len(graphs)), *nsys_extras.notes(self, places)),
+            notes=(*self._notes(len(graphs), num_left_open), *nsys_extras.notes(self, places)),
         )
 
     def _why_no_kernels(self, calls: ApiCalls) -> str:
@@ -168,7 +171,7 @@ class _Export(Tables):
             "(NSYS_CONFIG_DIRECTIVES), or on another machine"
         )
 
-    def _notes(self, num_graphs: int) -> Iterator[str]:
+    def _notes(self, num_graphs: int, num_left_open: int) -> Iterator[str]:
         if CALL_TABLE not in self.present:
             yield f"No table {CALL_TABLE}, so no kernel's launch is known: {HOW_TO_RUN_NSYS}."
         if RANGE_TABLE not in self.present:
@@ -177,6 +180,11 @@ class _Export(Tables):
             yield (
                 f"{num_graphs} launches of CUDA graphs were traced as a whole, without their "
                 "kernels: record with --cuda-graph-trace=node to see these."
+            )
+        if num_left_open:
+            yield (
+                f"Left out: {counted(num_left_open, 'phase')} of which the end was not recorded, "
+                "although a later one of the same name began."
             )
 
     def _api_calls(self) -> ApiCalls:
@@ -254,7 +262,10 @@ class _Export(Tables):
             texts.append(f"{strings[copy]} ({memory})")
         return self.strings.ids(texts)[index.reshape(-1)]
 
-    def _ranges(self, last_ns: int) -> Ranges:
+    def _ranges(self, last_ns: int) -> tuple[Ranges, int]:
+        """The ranges, of which one that is still open lasts until `last_ns`; and how many phases
+        that were left open are not among them.
+        """
         names = self.names("ENUM_NSYS_EVENT_TYPE", "name")
         kinds = {name: number for number, name in names.items()}
         push_pop = kinds.get("NvtxPushPopRange", PUSH_POP)
@@ -290,7 +301,27 @@ class _Export(Tables):
             is_nested=kind == push_pop,
         )
         is_wrapper = name == self.strings.id(_CALL_OF_MODULE)
-        return chosen(ranges, ((kind == push_pop) | (kind == start_end)) & ~is_wrapper)
+        is_range = ((kind == push_pop) | (kind == start_end)) & ~is_wrapper
+        ranges = chosen(ranges, is_range)
+        is_left_open = _left_open(ranges, is_open[is_range] != 0, self.strings.all)
+        return chosen(ranges, ~is_left_open), int(is_left_open.sum())
+
+
+def _left_open(ranges: Ranges, is_open: Mask, strings: Sequence[str]) -> Mask:
+    """Which open ranges are phases that ended, and when was not seen: their thread has begun a
+    phase of the same name since.
+    """
+    result = np.zeros(len(ranges), dtype=np.bool_)
+    last_begin: dict[tuple[int, int], int] = {}
+    for row in np.flatnonzero(is_open):
+        name, thread = int(ranges.name[row]), int(ranges.thread[row])
+        if name < 0 or phase_named(strings[name]) is None:
+            continue
+        if (name, thread) not in last_begin:
+            is_alike = (ranges.name == name) & (ranges.thread == thread)
+            last_begin[name, thread] = int(ranges.start_ns[is_alike].max())
+        result[row] = last_begin[name, thread] > ranges.start_ns[row]
+    return result
 
 
 def _process(thread: Ints) -> Ints:
