@@ -9,7 +9,6 @@ RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
 import itertools
 import lzma
 import sys
-import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,23 +214,17 @@ def add_compiled() -> None:
         (tape,) = traces.compiled_tapes([step])
         assert tape.compiler == traces.COMPILER, (step.label, tape.failure)
         print(step.label, flush=True)
-    tapes = {}
-    for name in sorted(every):
-        kept = traces._kept(name)
-        assert kept is not None
-        tapes[name] = msgspec.Raw(kept if kept.startswith(b"{") else lzma.decompress(kept))
-    traces.SHIPPED_COMPILED.write_bytes(lzma.compress(msgspec.json.encode(tapes)))
+    write(traces.SHIPPED_COMPILED, every)
 
 
 def write(path: Path, names: Iterable[str]) -> None:
-    """Write an archive of the tapes of these names."""
-    contents = {}
+    """Write the tapes of these names, compressed together."""
+    tapes = {}
     for name in sorted(names):
-        contents[name] = traces._kept(name)
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in contents.items():
-            assert data is not None
-            archive.writestr(zipfile.ZipInfo(name), data)
+        kept = traces._kept(name)
+        assert kept is not None
+        tapes[name] = msgspec.Raw(kept if kept.startswith(b"{") else lzma.decompress(kept))
+    path.write_bytes(lzma.compress(msgspec.json.encode(tapes)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import lzma
 import os
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -33,12 +32,12 @@ from ..torch_needed import lacking_torch, require_torch, torch_version
 from .tape import Tape, path_of
 
 PACKAGE = Path(__file__).parents[1]
-SHIPPED = Path(__file__).with_name("traces.zip")
-"""Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
-SHIPPED_COMPILED = Path(__file__).with_name("compiled.json.xz")
-"""Those of compiled steps, compressed together as they are alike; `python -m tests.ship_traces
-compiled` adds what is missing.
+SHIPPED = Path(__file__).with_name("traces.json.xz")
+"""Tapes of the published steps, compressed together as they are alike; `python -m
+tests.ship_traces` rewrites them.
 """
+SHIPPED_COMPILED = Path(__file__).with_name("compiled.json.xz")
+"""Those of compiled steps; `python -m tests.ship_traces compiled` adds what is missing."""
 COMPILER = "2.11.0"
 """Version of PyTorch that has compiled the steps whose tapes come with the program."""
 TRACER = "cs336.measure.traced"
@@ -247,14 +246,10 @@ def _kept(name: str) -> bytes | None:
 @cache
 def _shipped() -> dict[str, bytes]:
     """Contents of the tapes that come with the program, by file name; empty if there are none."""
-    contents: dict[str, bytes] = {}
-    if SHIPPED.is_file():
-        with zipfile.ZipFile(SHIPPED) as archive:
-            contents |= {name: archive.read(name) for name in archive.namelist()}
-    return contents | read_together(SHIPPED_COMPILED)
+    return _read_together(SHIPPED) | _read_together(SHIPPED_COMPILED)
 
 
-def read_together(path: Path) -> dict[str, bytes]:
+def _read_together(path: Path) -> dict[str, bytes]:
     """Tapes as JSON by their names, of a file in which they are compressed together; empty without
     the file.
     """
