@@ -227,19 +227,22 @@ class TraceEvents:
         """The list of events has no last bracket, as Chrome's format allows."""
         self.num_copies = 0
         """Events that stand in the file a second time, and are left out."""
+        self.num_without_duration = 0
+        """Events that do not say how long they last, and are left out."""
         self.has_operators = Category.OPERATOR in self._by_category
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
         self.distributed = _distributed(file.distributedInfo)
 
     def batches(self, *groups: Collection[Category]) -> list[EventBatch]:
         """One batch for each group of categories."""
-        copies_before = self.num_copies
+        before = self.num_copies, self.num_without_duration
         batches = [self._batch_of(categories) for categories in groups]
         times = [np.append(batch.start_ns, batch.end_ns) for batch in batches]
         if self._is_exact or np.abs(np.concatenate(times)).max(initial=0) < EXACT_US * 1000:
             return batches
         # two decoded files at once would take too much memory
-        batches, self._by_category, self.num_copies = [], {}, copies_before
+        batches, self._by_category = [], {}
+        self.num_copies, self.num_without_duration = before
         file = _decode(self.path, self._content, is_exact=True)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = True
@@ -263,8 +266,10 @@ class TraceEvents:
         return self.batch(events, counts=True)
 
     def batch(self, events: Sequence[AnyEvent], *, counts: bool = False) -> EventBatch:
-        """Those of these events that have a duration; repeated ones count if `counts`."""
+        """Those of these events that have a duration; those that are left out count if `counts`."""
+        num_events = len(events)
         events = [event for event in events if event.dur is not None]
+        self.num_without_duration += num_events - len(events) if counts else 0
         what = f"events of category {events[0].cat}" if events else "events"
         try:
             start = _nanoseconds([event.ts for event in events], what)

@@ -209,6 +209,29 @@ def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     assert "ProfilerActivity.CUDA" in problem(write_trace(tmp_path / "t.json", []))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_one_event_begins_and_another_ends_is_said_to_be_missing(
+    tmp_path: Path, seed: int
+) -> None:
+    """PyTorch writes one event for both; other programs may write two."""
+    draw = random.Random(seed)
+    made = training(2)
+    kernels = [event for event in events_of(made) if event.get("cat") == "kernel"]
+    others = [event for event in events_of(made) if event.get("cat") != "kernel"]
+    whole = read_kineto(write_trace(tmp_path / "whole.json", [*others, *kernels]))
+    assert sum(event.get("ph") == "?" for event in kernels) == 1
+    left_out = 1
+    for place in draw.sample(range(len(kernels)), draw.randint(1, 5)):
+        if "dur" in kernels[place]:
+            begin = {name: value for name, value in kernels[place].items() if name != "dur"}
+            kernels[place] = begin | {"ph": "B"}
+            kernels.append(begin | {"ph": "E", "ts": begin["ts"] + 1})
+            left_out += 2
+    apart = read_kineto(write_trace(tmp_path / "apart.json", [*others, *kernels]))
+    assert len(whole.kernels) - len(apart.kernels) == (left_out - 1) // 2
+    assert any(f" {left_out} event" in note for note in apart.notes)
+
+
 def test_ranks_in_one_file_are_not_mixed_up(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", [CALL, {**CALL, "pid": 8}, KERNEL])
     assert "needed the trace of one process" in problem(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ....text import counted
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
 from ..kineto_content import TORCH_TRACE
@@ -282,6 +283,12 @@ def _what_is_odd(events: TraceEvents) -> Iterator[str]:
     """Sentences about a file that is not as PyTorch writes it."""
     if events.num_copies:
         yield f"{events.num_copies} events stand in the file more than once, and count once."
+    if events.num_without_duration:
+        left_out = counted(events.num_without_duration, "event")
+        yield (
+            f"Left out: {left_out} without a duration. What one event begins and another ends is "
+            "not read."
+        )
     if events.is_open:
         yield "The list of events has no end: the file may have been cut off, and lack later ones."
 
