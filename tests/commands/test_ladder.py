@@ -70,7 +70,7 @@ def test_defaults_on_a_gpu(h200: None) -> None:
     assert (base.warmup_steps, base.measured_steps) == (10, 10)
     assert base.learning_rate == pytest.approx(0.005 / 768)
     assert arguments.directory() == Path("data/ladder/gpt2_ctx1024_b16_NVIDIA-H200")
-    assert len(arguments.ladder()) == 16
+    assert len(arguments.ladder()) == 17
     assert len(runs) == 3 * 16 + 16
 
 
