@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from cs336.config import (
     SIZES,
@@ -21,6 +22,7 @@ from cs336.config import (
     Precision,
     RunConfig,
 )
+from cs336.config.step import MOST_BF16_SUMS
 from tests.neighbours import each_configuration
 
 SHAPE_NAMES = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
@@ -182,6 +184,10 @@ REFUSED: tuple[tuple[dict[str, object], str], ...] = (
     ({"optimizer": "adamw"}, "--cast-once needs --optimizer fused, got --optimizer adamw"),
     ({"precision": "tf32"}, "--cast-once needs --precision bf16, got --precision tf32"),
     (
+        {"accumulate_steps": MOST_BF16_SUMS + 1},
+        f"--accumulate-steps must be at most {MOST_BF16_SUMS} with --cast-once",
+    ),
+    (
         {"model": replace(ALL.model, d_model=132)},
         "--cast-once needs a d_model that is a multiple of 8",
     ),
@@ -274,6 +280,17 @@ REFUSED: tuple[tuple[dict[str, object], str], ...] = (
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(ALL, **changes)
+
+
+def test_as_many_sums_in_bf16_as_are_allowed_add_up() -> None:
+    """Equal gradients add nothing after 256 of them; half of that is allowed."""
+    total = torch.zeros((), dtype=torch.bfloat16)
+    sums = []
+    for _ in range(300):
+        total = total + 1
+        sums.append(total.item())
+    assert sums[:MOST_BF16_SUMS] == list(range(1, MOST_BF16_SUMS + 1))
+    assert sums[-1] == 2 * MOST_BF16_SUMS
 
 
 def test_every_mode_times_its_phases() -> None:

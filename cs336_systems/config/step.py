@@ -9,6 +9,10 @@ from ..rules import NOT_OF_A_MODULE, OUR_MODEL, UNSCALED, is_import_name, needs
 from ..settings import ByDevice, Rule, Setting, shortcut
 from ..shapes import SIZES, ModelConfig
 
+MOST_BF16_SUMS = 128
+"""Most micro-batches whose gradients are added up in bf16: half of those after which equal ones no
+longer add anything, as bf16 has 8 bits.
+"""
 MODULE_DEPTH = 3
 """Usual number of levels of modules that have ranges, in models that have no ranges of their
 own.
@@ -60,7 +64,8 @@ class StepSettings:
         int,
         Setting(
             "Micro-batches of a step, each of --batch-size sequences: forward and backward run for "
-            "each, their gradients are added up, and the optimizer runs once.",
+            "each, their gradients are added up, and the optimizer runs once. With --cast-once, as "
+            f"with --fast, they are added up in bf16, at most {MOST_BF16_SUMS} of them.",
             plural="accumulate_steps",
             least=1,
             most=2**16,
@@ -82,6 +87,13 @@ class StepSettings:
                     lambda run: run.compile is not CompileMode.REDUCE_OVERHEAD,
                     "{flag} cannot be combined with --compile reduce-overhead, whose graphs "
                     "overwrite the gradients of the micro-batch before",
+                ),
+                Rule(
+                    lambda run: not run.cast_once or run.accumulate_steps <= MOST_BF16_SUMS,
+                    "{flag} must be at most "
+                    f"{MOST_BF16_SUMS} with --cast-once, which adds up gradients in bf16: small "
+                    "ones would no longer change a larger sum. Use a larger --batch-size, or leave "
+                    "out --cast-once (and --fast)",
                 ),
                 Rule(
                     lambda run: not (run.cast_once and run.parallel.shards_parameters),
