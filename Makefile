@@ -3,7 +3,7 @@
 # make bench   run the tests of speed, on a machine that does nothing else
 # make check   lint, formatting, types
 # make docs    the site, in build/site; a broken link fails
-# make gallery the pages of docs/gallery and their picture, from published results
+# make gallery the pages of docs/gallery and all pictures, from published results
 # Each sets up .venv first. PYTHON chooses the interpreter to make it from: make test PYTHON=python3.12
 # Where the dependencies are installed already, no make is needed: python benchmark_sweep.py
 

@@ -68,7 +68,7 @@ def configuration_chart(profiles: Labelled) -> Chart | None:
         whole_ms = sum(parts.values()) or 1.0
         shares = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
         bars.append(Bar(name=name, parts=shares, figures=(f"{significant(step_ms, 3)} ms",)))
-    label = "share of the step under the profiler (%); its time is on the right"
+    label = "share of the profiled step (%), whose time is on the right"
     return Chart(
         name="configurations",
         title="Where the time of a profiled step goes, by configuration",

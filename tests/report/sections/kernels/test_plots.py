@@ -81,9 +81,8 @@ def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
 
 
 def test_configurations_share_a_scale_of_100() -> None:
-    (panel,) = configurations(
-        [("small, 128", make_profile()), ("on a CPU", make_cpu_profile())]
-    ).panels
+    chart = configurations([("small, 128", make_profile()), ("on a CPU", make_cpu_profile())])
+    (panel,) = chart.panels
     gpu, cpu = panel.bars
     assert [(bar.name, *bar.figures, sum(bar.parts.values())) for bar in panel.bars] == [
         ("small, 128", "26.0 ms", pytest.approx(100)),
@@ -91,6 +90,8 @@ def test_configurations_share_a_scale_of_100() -> None:
     ]
     assert (gpu.parts[PRODUCT], gpu.parts[IDLE]) == pytest.approx((100 * 11 / 26, 100 * 5.9 / 26))
     assert cpu.parts[PRODUCT] == pytest.approx(100 * 18 / 30)
+    (axes,) = figure_of(chart).axes
+    assert axes.get_xlabel() == panel.label, "cut"
     assert configuration_chart([("small", make_profile())]) is None, (
         "one bar is compared with nothing"
     )
