@@ -71,7 +71,7 @@ def test_defaults_on_a_gpu(h200: None) -> None:
     assert base.learning_rate == pytest.approx(0.005 / 768)
     assert arguments.directory() == Path("data/ladder/gpt2_ctx1024_b16_NVIDIA-H200")
     assert len(arguments.ladder()) == 17
-    assert len(runs) == 3 * 16 + 16
+    assert len(runs) == 3 * 17 + 17
 
 
 def test_defaults_on_a_cpu() -> None:

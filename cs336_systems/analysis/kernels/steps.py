@@ -365,6 +365,11 @@ def _note(
             "There are no ranges of forward and backward. So backward is what autograd launched, "
             f"and forward the time before it with the loss. {optimizer}"
         )
+        if not trace.operators.is_recorded.any():
+            yield (
+                "The file does not tell whether autograd recorded: an evaluation before a backward "
+                "counts as forward."
+            )
 
 
 def _step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) -> StepTimes:

@@ -22,6 +22,7 @@ from tests.analysis.kernels.tracing import (
     Span,
     make_trace,
     problem_of,
+    profile,
     random_recording,
     totals,
     training,
@@ -97,6 +98,16 @@ def test_a_phase_that_was_left_open_is_none(tmp_path: Path, seed: int) -> None:
     cut = read_nsys(write_export(tmp_path / "cut.sqlite", made))
     assert len(cut.ranges) == len(made.spans)
     assert not any("phase" in note for note in cut.notes)
+
+
+def test_a_file_without_operators_does_not_tell_an_evaluation_from_forward(tmp_path: Path) -> None:
+    """That is said where forward is no range."""
+    said = "whether autograd recorded"
+    for has_ranges in (True, False):
+        made = training(3, phases=has_ranges)
+        path = write_export(tmp_path / f"{has_ranges}.sqlite", made)
+        notes = profile(read_nsys(path)).notes
+        assert any(said in note for note in notes) == (not has_ranges)
 
 
 def test_two_processes_with_equal_correlation_ids_do_not_multiply(tmp_path: Path) -> None:

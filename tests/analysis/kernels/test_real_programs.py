@@ -92,6 +92,7 @@ def test_backward_is_seen_without_any_range(seed: int, tmp_path: Path) -> None:
     truth = run_real(plan, tmp_path / "trace.json")
     profile = explain(tmp_path / "trace.json")
     backward = truth.activations[Part.BACKWARD] // plan.steps
+    assert not any("whether autograd recorded" in note for note in profile.notes)
     assert profile.num_steps == plan.steps - 1  # the kernels repeat, and the last have no next
     assert activations(profile)["backward"] == profile.num_steps * backward
     updates = [row for row in profile.kernels if row.name == "aten::sub_"]
