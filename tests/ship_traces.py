@@ -9,6 +9,7 @@ RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
 import itertools
 import lzma
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,9 @@ from cs336.costs.traces import is_compiled
 from cs336.model.fast.choose import fastest
 from cs336.record import load_records
 from tests.committed import committed_runs
+
+DIGITS = "0123456789abcdef"
+"""The digits with which names begin."""
 
 
 def on_gpu(
@@ -199,7 +203,7 @@ def main() -> None:
         return
     every = wanted()
     if sys.argv[1:] == ["missing"]:
-        traces.prepare(step for name, step in every.items() if name not in traces._shipped())
+        traces.prepare(step for name, step in every.items() if name not in shipped_names())
     else:
         traces._shipped.cache_clear()
         traces.SHIPPED.unlink(missing_ok=True)
@@ -218,13 +222,21 @@ def add_compiled() -> None:
 
 
 def write(path: Path, names: Iterable[str]) -> None:
-    """Write the tapes of these names, compressed together."""
-    tapes = {}
+    """Write the tapes of these names, those together that begin with the same digit."""
+    groups: dict[str, dict[str, msgspec.Raw]] = {digit: {} for digit in DIGITS}
     for name in sorted(names):
         kept = traces._kept(name)
         assert kept is not None
-        tapes[name] = msgspec.Raw(kept if kept.startswith(b"{") else lzma.decompress(kept))
-    path.write_bytes(lzma.compress(msgspec.json.encode(tapes)))
+        tape = kept if kept.startswith(b"{") else lzma.decompress(kept)
+        groups[name[0]][name] = msgspec.Raw(tape)
+    with zipfile.ZipFile(path, "w") as archive:
+        for digit, tapes in groups.items():
+            archive.writestr(zipfile.ZipInfo(digit), lzma.compress(msgspec.json.encode(tapes)))
+
+
+def shipped_names() -> set[str]:
+    """The names of all tapes that come with the program."""
+    return set(itertools.chain.from_iterable(map(traces._shipped, DIGITS)))
 
 
 if __name__ == "__main__":

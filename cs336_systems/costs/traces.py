@@ -15,6 +15,7 @@ import lzma
 import os
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -32,11 +33,11 @@ from ..torch_needed import lacking_torch, require_torch, torch_version
 from .tape import Tape, path_of
 
 PACKAGE = Path(__file__).parents[1]
-SHIPPED = Path(__file__).with_name("traces.json.xz")
-"""Tapes of the published steps, compressed together as they are alike; `python -m
-tests.ship_traces` rewrites them.
+SHIPPED = Path(__file__).with_name("traces.zip")
+"""Tapes of the published steps; `python -m tests.ship_traces` rewrites them. Those whose names
+begin with the same digit are compressed together, as they are alike.
 """
-SHIPPED_COMPILED = Path(__file__).with_name("compiled.json.xz")
+SHIPPED_COMPILED = Path(__file__).with_name("compiled.zip")
 """Those of compiled steps; `python -m tests.ship_traces compiled` adds what is missing."""
 COMPILER = "2.11.0"
 """Version of PyTorch that has compiled the steps whose tapes come with the program."""
@@ -233,7 +234,7 @@ def _kept(name: str) -> bytes | None:
     """
     if name in _traced:
         return _traced[name]
-    if (shipped := _shipped().get(name)) is not None:
+    if (shipped := _shipped(name[0]).get(name)) is not None:
         return shipped
     try:
         kept = (_cache() / name).read_bytes()
@@ -244,19 +245,18 @@ def _kept(name: str) -> bytes | None:
 
 
 @cache
-def _shipped() -> dict[str, bytes]:
-    """Contents of the tapes that come with the program, by file name; empty if there are none."""
-    return _read_together(SHIPPED) | _read_together(SHIPPED_COMPILED)
-
-
-def _read_together(path: Path) -> dict[str, bytes]:
-    """Tapes as JSON by their names, of a file in which they are compressed together; empty without
-    the file.
+def _shipped(digit: str) -> dict[str, bytes]:
+    """The tapes that come with the program, as JSON by name, of which the names begin with this
+    digit; empty if there are none.
     """
-    if not path.is_file():
-        return {}
-    tapes = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=dict[str, msgspec.Raw])
-    return {name: bytes(tape) for name, tape in tapes.items()}
+    tapes: dict[str, bytes] = {}
+    for path in (SHIPPED, SHIPPED_COMPILED):
+        if path.is_file():
+            with zipfile.ZipFile(path) as archive:
+                content = lzma.decompress(archive.read(digit))
+            of_file = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+            tapes |= {name: bytes(tape) for name, tape in of_file.items()}
+    return tapes
 
 
 @lru_cache(maxsize=4096)
@@ -369,7 +369,7 @@ def _compiled_key(config: RunConfig) -> tuple[RunConfig, str]:
     """The configuration that is compiled in place of this one, and the name of its tape."""
     key = compiled_as(config)
     name = compiled_name(key, COMPILER)
-    if name not in _shipped():
+    if name not in _shipped(name[0]):
         installed = torch_version() or ""
         name = compiled_name(key, installed.partition("+")[0])
     return key, name

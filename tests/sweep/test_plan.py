@@ -110,5 +110,5 @@ def test_what_a_cpu_cannot_hold_is_known_at_once(layers, tmp_path, monkeypatch) 
     for share, expected in ((0.99, (drawn,)), (1.01, ())):
         monkeypatch.setattr(traces, "_traced", {})
         monkeypatch.setattr(traces, "_cache", lambda share=share: tmp_path / str(share))
-        monkeypatch.setattr(traces, "_shipped", dict)
+        monkeypatch.setattr(traces, "_shipped", lambda _: {})
         assert make_plan([drawn], int(share * needed)).too_large == expected
