@@ -72,7 +72,7 @@ def _moved(device: Any) -> Any:
     return torch.device("meta") if is_gpu else device
 
 
-class _Gpu:
+class Hopper:
     """What a step gets to know of its GPU: what an H100 has in common with its kind. Raises
     TraceError for anything else, such as the size of its memory.
     """
@@ -105,9 +105,9 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 2**20,
     "can_device_access_peer": lambda *_: True,
     "is_bf16_supported": lambda *_, **__: True,
-    "get_device_properties": lambda *_: _Gpu(),
-    "get_device_capability": lambda *_: (_Gpu.major, _Gpu.minor),
-    "get_device_name": lambda *_: _Gpu.name,
+    "get_device_properties": lambda *_: Hopper(),
+    "get_device_capability": lambda *_: (Hopper.major, Hopper.minor),
+    "get_device_name": lambda *_: Hopper.name,
     "init": _nothing,
     "synchronize": _nothing,
     "empty_cache": _nothing,

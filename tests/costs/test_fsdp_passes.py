@@ -1,6 +1,7 @@
 """Passes of PyTorch's FSDP beside its collectives, as its code runs them without other ranks."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,22 +22,42 @@ WIDTH, LAYERS, RANKS = 64, 3, 4
 
 
 class Passes(TorchDispatchMode):
-    """The bytes of whole parameters and gradients that FSDP's operators read and write."""
+    """The bytes that operators read and write, by their names; `moved` says of which tensors of a
+    call.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[Any, tuple[Any, ...], Any, Any], list[Tensor]]) -> None:
         super().__init__()
         self.moved_bytes: Counter[str] = Counter()
+        self._moved = moved
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        name, written = function._opname, (kwargs or {}).get("out")
-        if name in ("split_with_sizes_copy", "chunk_cat") and function.namespace == "fsdp":
-            for one in (args[0], written):
-                tensors = [one] if isinstance(one, Tensor) else one
-                self.moved_bytes[name] += sum(tensor.nbytes for tensor in tensors)
+        for tensor in self._moved(function, args, (kwargs or {}).get("out"), result):
+            self.moved_bytes[function._opname] += tensor.nbytes
         return result
+
+
+def listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def of_fsdp(function: Any, args: tuple[Any, ...], out: Any, _: Any) -> list[Tensor]:
+    """Whole parameters and gradients that FSDP's own operators move."""
+    is_pass = function._opname in ("split_with_sizes_copy", "chunk_cat")
+    if function.namespace != "fsdp" or not is_pass:
+        return []
+    return [*listed(args[0]), *listed(out)]
+
+
+def of_gradients(function: Any, args: tuple[Any, ...], _: Any, result: Any) -> list[Tensor]:
+    """The whole gradients of two layers, in one tensor, and what it is made of."""
+    is_pass = function._opname in ("cat", "_to_copy", "div_")
+    if not is_pass or result.shape != (2 * WIDTH * WIDTH,):
+        return []
+    return [*listed(args[0]), result]
 
 
 def test_fully_shard_copies_what_it_gathers_and_what_it_reduces() -> None:
@@ -48,7 +69,7 @@ def test_fully_shard_copies_what_it_gathers_and_what_it_reduces() -> None:
         for layer in model:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        with Passes() as passes:
+        with Passes(of_fsdp) as passes:
             model(torch.randn(2, WIDTH)).sum().backward()
     finally:
         dist.destroy_process_group()
@@ -58,24 +79,6 @@ def test_fully_shard_copies_what_it_gathers_and_what_it_reduces() -> None:
         "chunk_cat": 6 * elements,
     }
     assert sum(passes.moved_bytes.values()) == sum(FSDP_PASSES["fully_shard"]) * elements
-
-
-class OnGradients(TorchDispatchMode):
-    """The bytes that operators move which have whole gradients of a layer, in one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved_bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function._opname
-        if name in ("cat", "_to_copy", "div_") and result.shape == (2 * WIDTH * WIDTH,):
-            read = args[0] if isinstance(args[0], list) else [args[0]]
-            self.moved_bytes[name] += result.nbytes + sum(one.nbytes for one in read)
-        return result
 
 
 def test_the_older_class_joins_casts_and_divides_gradients() -> None:
@@ -90,7 +93,7 @@ def test_the_older_class_joins_casts_and_divides_gradients() -> None:
             device_id=torch.device("cpu"),
         )
         loss = model(torch.randn(2, WIDTH)).sum()
-        with OnGradients() as passes:
+        with Passes(of_gradients) as passes:
             loss.backward()
     finally:
         dist.destroy_process_group()

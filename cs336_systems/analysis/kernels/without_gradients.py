@@ -21,8 +21,6 @@ LEAST_SHARE = 0.5
 those with gradients before the same backward, by which it is a pass of its own. Forward computes
 the angles of rotary embeddings, by a matmul, without gradients.
 """
-
-
 WORKING = re.compile(r"^\w+::(?!arange|empty|eye|fill|full|linspace|ones|rand|tri|zero)")
 """Operators but those that make a tensor from none, as forward makes positions and masks: PyTorch
 never numbers those. What has no namespace is a mark of torch.compile.

@@ -281,12 +281,13 @@ def _command(config: RunConfig, asked: Mapping[str, object] | None = None) -> st
     values |= non_defaults(config)
     if asked is not None:
         words.append("--fast")
-        chosen = [name for name in values if SETTINGS[name].chosen_by_fast]
-        values = {name: values[name] for name in values if name not in chosen} | dict(asked)
+        left = {name: values[name] for name in values if not SETTINGS[name].chosen_by_fast}
+        values = left | dict(asked)
     for name, value in values.items():
         if name not in ("size", "context_length", "device"):
-            words += [flag_of(name, SETTINGS[name])]
-            words += [] if value is True else [str(value)]
+            words.append(flag_of(name, SETTINGS[name]))
+            if value is not True:  # a switch takes no value
+                words.append(str(value))
     words += ["--context-length", str(config.model.context_length)]
     return command_line(words)
 
