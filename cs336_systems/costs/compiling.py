@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from .hopper import HOPPER
 from .internals import (
     FakeTensor,
     TorchDispatchMode,
@@ -30,25 +31,7 @@ from .internals import (
 from .on_cuda import as_decomposed, clear_copies
 from .tape import TraceError
 from .trace import GPU, StepTrace, tensors_in
-from .tracing import Hopper
 
-HOPPER = SimpleNamespace(
-    name=Hopper.name,
-    major=Hopper.major,
-    minor=Hopper.minor,
-    multi_processor_count=Hopper.multi_processor_count,
-    total_memory=80 * 2**30,
-    regs_per_multiprocessor=65_536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=Hopper.warp_size,
-    shared_memory_per_block=48 * 2**10,
-    shared_memory_per_block_optin=227 * 2**10,
-    shared_memory_per_multiprocessor=228 * 2**10,
-    L2_cache_size=50 * 2**20,
-    gcnArchName="",
-)
-"""What inductor asks of the GPU that it compiles for."""
 META, CPU = torch.device("meta"), torch.device("cpu")
 PLACES = "meta", "cuda"
 MANY = 2**20

@@ -10,6 +10,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from .allocator import round_up
+from .hopper import HOPPER
 from .on_cuda import HALF
 from .tape import Form, Pass
 from .trace import BATCH, Dispatch, Launcher, StepTrace, tensors_in
@@ -229,14 +230,16 @@ def _buffer_bytes(rows: int, outputs: int, columns: int, source: Tensor) -> int:
     vector = next(width for width in (4, 2, 1) if columns % width == 0)
     most = MOST_THREADS // vector
     wide, high = _power_of_2(outputs // vector, most), _power_of_2(rows, most)
-    width = min(wide, WARP)
+    width = min(wide, HOPPER.warp_size)
     height = min(high, most // width)
     width = min(wide, most // height)
     if rows < min(16 * height, MOST_VALUES):
         return 0
     values = -(-rows // height)
     grid = -(-(outputs // vector) // width)
-    wanted = SMS * (THREADS_OF_SM // (width * height))
+    wanted = HOPPER.multi_processor_count * (
+        HOPPER.max_threads_per_multi_processor // (width * height)
+    )
     if values < MOST_VALUES or grid > wanted:
         return 0
     blocks = max(min(-(-wanted // grid), -(-values // LEAST_VALUES)), -(-values // MOST_VALUES))
@@ -251,10 +254,8 @@ def _power_of_2(number: int, most: int) -> int:
 
 MOST_UNSORTED = 3072
 """Tokens up to which a table's gradient is summed without sorting them."""
-SMS, THREADS_OF_SM = 132, 2048
-"""Multiprocessors of a Hopper GPU, and the threads of each."""
-WARP, MOST_THREADS = 32, 512
-"""Threads of a warp, and of a block that adds up."""
+MOST_THREADS = 512
+"""Threads of a block that adds up."""
 LEAST_VALUES, MOST_VALUES = 16, 256
 """Values that a thread adds up at least if blocks share a sum, and from which on they share it."""
 
@@ -266,7 +267,7 @@ def _embedding_backward(trace: StepTrace, call: Dispatch) -> None:
     tokens, (words, width) = call.ins[1].numel(), call.outs[0].shape
     if tokens > MOST_UNSORTED and not trace.names.axes:
         parts = tokens // 10 + min(tokens, words)
-        trace.workspace("sums by parts", f"{parts} {width}^{WARP}", 4)
+        trace.workspace("sums by parts", f"{parts} {width}^{HOPPER.warp_size}", 4)
     one_pass(trace, call)
 
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import round_up
+from .hopper import HOPPER, OF_THE_KIND
 from .internals import (
     FakeTensor,
     TensorBase,
@@ -72,17 +73,14 @@ def _moved(device: Any) -> Any:
     return torch.device("meta") if is_gpu else device
 
 
-class Hopper:
+class _Gpu:
     """What a step gets to know of its GPU: what an H100 has in common with its kind. Raises
     TraceError for anything else, such as the size of its memory.
     """
 
-    name = "NVIDIA H100 80GB HBM3"
-    major, minor = 9, 0
-    multi_processor_count = 132
-    warp_size = 32
-
     def __getattr__(self, name: str) -> Any:
+        if name in OF_THE_KIND:
+            return getattr(HOPPER, name)
         return _unknown(f"get_device_properties().{name}")
 
 
@@ -105,9 +103,9 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 2**20,
     "can_device_access_peer": lambda *_: True,
     "is_bf16_supported": lambda *_, **__: True,
-    "get_device_properties": lambda *_: Hopper(),
-    "get_device_capability": lambda *_: (Hopper.major, Hopper.minor),
-    "get_device_name": lambda *_: Hopper.name,
+    "get_device_properties": lambda *_: _Gpu(),
+    "get_device_capability": lambda *_: (HOPPER.major, HOPPER.minor),
+    "get_device_name": lambda *_: HOPPER.name,
     "init": _nothing,
     "synchronize": _nothing,
     "empty_cache": _nothing,
