@@ -71,7 +71,7 @@ def moved_elements(run: Passes, multiplied: int) -> int:
 def _as_one(run: Passes, multiplied: int) -> OperationKey:
     """The kernel that does what all these passes do."""
     moved = str(moved_elements(run, multiplied))
-    return (0, "passes", ((moved, BF16_BYTES),), str(Pass.COPY))
+    return (0, "passes", ((moved, BF16_BYTES),), str(Pass.FUSED))
 
 
 def _is_cast(tensors: Sequence[tuple[str, int]], *_: object) -> bool:

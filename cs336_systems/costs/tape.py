@@ -105,6 +105,8 @@ class Pass(StrEnum):
     MASKED = "masked"
     """Writes in place where a mask is set, which all heads share."""
     SOFTMAX = "softmax"
+    FUSED = "fused"
+    """Several operations in one kernel, as torch.compile writes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,6 +23,7 @@ from .accounting import count_parameters, step_flops, updated_parameters
 from .compiled import compiled_tape, has_compiled_kernels, uncompiled
 from .curves import (
     FASTER_LAUNCHES,
+    FUSED_SPREAD,
     PASS_SPREAD,
     SLOWER_LAUNCHES,
     Curves,
@@ -387,7 +388,8 @@ def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> K
         time_s = interpolated(curves.adamw, operation.moved_bytes)
     else:
         time_s = curves.pass_s(operation.moved_bytes, operation.how)
-    return KernelTime(time_s, time_s / PASS_SPREAD, time_s * PASS_SPREAD, is_extrapolated=False)
+    spread = FUSED_SPREAD if operation.how is Pass.FUSED else PASS_SPREAD
+    return KernelTime(time_s, time_s / spread, time_s * spread, is_extrapolated=False)
 
 
 def factors_of(operation: Operation, precision: Precision) -> ProductPrecision:

@@ -505,9 +505,9 @@ class StepTrace:
         tensors have.
         """
         if moved_bytes is None:
-            self.moves(tensors)
+            self.moves(tensors, Pass.FUSED)
         else:
-            self.launch("passes", ((str(moved_bytes), 1),), Pass.COPY)
+            self.launch("passes", ((str(moved_bytes), 1),), Pass.FUSED)
 
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""

@@ -124,10 +124,12 @@ def _configs(
 
 
 def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
-    """Passes that move about so many bytes, of all kinds but copies; on a CPU also copies into a
-    new tensor.
+    """Passes that move about so many bytes, of all kinds but copies and those that torch.compile
+    makes; on a CPU also copies into a new tensor.
     """
     for how in Pass:
+        if how is Pass.FUSED:
+            continue
         # where a step makes tensors in memory that it has already
         if how is Pass.COPY and device is not Device.CPU:
             continue

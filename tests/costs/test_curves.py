@@ -11,13 +11,22 @@ from statistics import median
 import pytest
 
 from cs336.config import Precision, SdpaBackend
-from cs336.costs.curves import FASTER_LAUNCHES, SLOWER_LAUNCHES, Curves, interpolated, with_backend
+from cs336.costs.curves import (
+    FASTER_LAUNCHES,
+    FUSED_SLOWER,
+    FUSED_SPREAD,
+    SLOWER_LAUNCHES,
+    Curves,
+    interpolated,
+    with_backend,
+)
 from cs336.costs.kernels import Matmul
 from cs336.costs.tape import MATMULS_OF, Form
 from cs336.studies.ceilings_files import load_ceilings
 from cs336.studies.ceilings_rows import LaunchKind
 
-CEILINGS = Path(__file__).parents[2] / "data" / "published" / "ceilings"
+PUBLISHED = Path(__file__).parents[2] / "data" / "published"
+CEILINGS = PUBLISHED / "ceilings"
 
 SMALL = Matmul(rows=64, inner=64, columns=64, time_s=1e-6)
 WIDE = Matmul(rows=128, inner=64, columns=1024, time_s=3e-6)
@@ -149,3 +158,23 @@ def test_in_fp32_backends_of_attention_take_the_same_time() -> None:
     assert curves is not None
     slower = with_backend(curves, SdpaBackend.EFFICIENT)
     assert slower.matmuls[Precision.FP32] == curves.matmuls[Precision.FP32]
+
+
+def test_fused_kernels_are_as_much_slower_than_copies_as_torch_compile_has_made_them() -> None:
+    ratios = []
+    for file in sorted(PUBLISHED.glob("fusion/*/results.csv")):
+        for row in csv.DictReader(file.open()):
+            # attention has matmuls in it, and RMSNorm's backward kernels of PyTorch's own
+            if row["version"] == "compiled" and row["kernels"] == "1":
+                curves = load_ceilings(CEILINGS).curves(row["device_name"])
+                assert curves is not None
+                num_bytes = round(float(row["must_move_mib"]) * 2**20)
+                ratios.append(
+                    float(row["median_ms"]) / 1e3 / interpolated(curves.copies, num_bytes)
+                )
+    middle = median(ratios)
+    distances = sorted(max(ratio / middle, middle / ratio) for ratio in ratios)
+    ninth = distances[round(0.9 * len(distances)) - 1]
+    assert len(ratios) == 10
+    assert pytest.approx(middle, rel=0.01) == FUSED_SLOWER
+    assert pytest.approx(ninth, rel=0.01) == FUSED_SPREAD

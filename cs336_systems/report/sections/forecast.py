@@ -116,8 +116,9 @@ NOTES = {
     ),
 }
 OF_COMPILED = (
-    "A fused kernel takes as long as a copy of the bytes that inductor says it moves; matmuls, "
-    "attention and the optimizer are foretold as in eager steps. Nothing was fitted to these steps."
+    "A fused kernel moves the bytes that inductor says it does, and takes as much longer than a "
+    "copy of them as those of the fusion studies do. Matmuls, attention and the optimizer are "
+    "foretold as in eager steps. Nothing was fitted to these steps."
 )
 HOST_OF_COMPILED = (
     "What the host takes to call compiled code was not measured: each of its launches is taken to "
