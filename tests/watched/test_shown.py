@@ -121,17 +121,33 @@ def test_an_answer_is_short_whatever_the_record_says(watched):
     assert answer["statistics"]["step"]
 
 
-def test_a_budget_fails_a_loop_only_beyond_its_interval(watched):
+def test_a_budget_fails_a_loop_only_beyond_its_interval(watched, monkeypatch):
     everything = {"step_ms": 1e-6, "tokens_per_s": 1e12, "mfu": 1, "peak_gib": 1e-9}
     assert watched.budget(**everything) == []
     watched.train(WARMUP + 9)
     assert {verdict.is_kept for verdict in watched.budget(**everything)} == {None}
     watched.train(STEPS)
+    record, steps = watched.record(), 9 + STEPS
+
+    def with_steps(times_s):
+        """Let the loop's steps have taken these times, whatever else the machine did."""
+        measurements = []
+        for measurement in record.measurements:
+            if measurement.phase is Phase.STEP:
+                measurement = replace(measurement, times_s=tuple(times_s))
+            measurements.append(measurement)
+        changed = replace(record, measurements=tuple(measurements), between_s=(0.0,) * steps)
+        monkeypatch.setattr(type(watched), "record", lambda _: changed)
+
+    with_steps([0.002, 0.003] * (steps // 2) + [0.002] * (steps % 2))
     watched.budget(step_ms=1e6, tokens_per_s=1e-6)
     for name in ("step_ms", "tokens_per_s"):
         with pytest.raises(OverBudgetError, match=name):
             watched.budget(**{name: everything[name]})
     # no MFU and no GPU here
     assert [verdict.is_kept for verdict in watched.budget(mfu=1, peak_gib=1e-9)] == [None, None]
+    # one step took so long that the mean may lie on either side: t * deviation > mean - limit
+    with_steps([0.002] * (steps - 1) + [2.0])
+    assert [verdict.is_kept for verdict in watched.budget(step_ms=1)] == [None]
     with pytest.raises(ValueError, match="step_ms"):
         watched.budget(step_ms=-1)
