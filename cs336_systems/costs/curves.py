@@ -80,6 +80,10 @@ class Curves:
     """Whether they were measured, and not computed from the device's data sheet."""
     is_of_other_chip: bool = False
     """Whether what was measured is of a device with another chip."""
+    has_newer_attention: bool = True
+    """Whether the times of attention are those of kernels that use what tensor cores have from
+    Hopper on; on older devices they are FlashAttention 2's.
+    """
     has_fp8: bool = True
     """Whether matmuls in fp8, if there are any, were measured, and not computed from bf16 ones."""
     is_in_doubt: bool = False
@@ -174,11 +178,19 @@ def kernel_model(curves: Curves, precision: MatmulPrecision) -> KernelModel | No
 @lru_cache(maxsize=64)
 def with_backend(curves: Curves, backend: SdpaBackend) -> Curves:
     """The curves with fused attention by this backend of PyTorch's, from those measured with the
-    backend that PyTorch chooses by itself. In fp32 these are the same.
+    backend that PyTorch chooses by itself. In fp32 these are the same, and so is FlashAttention 2
+    where PyTorch chooses it: on an A100 it reaches 0.50 to 0.73 of the peak (Dao 2023), which is
+    what cuDNN reaches on Hopper, and FlashAttention 2 does not.
     """
     slower = ATTENTION_SLOWER.get(backend)
     if slower is None or curves.on_host:
         return curves
+    if not curves.has_newer_attention:
+        chosen = ATTENTION_SLOWER[SdpaBackend.FLASH]
+        slower = {
+            form: {width: times / chosen[form][width] for width, times in by_width.items()}
+            for form, by_width in slower.items()
+        }
     matmuls = dict(curves.matmuls)
     for precision in {ProductPrecision.BF16, ProductPrecision.FP16} & {*matmuls}:
         slowed = []
@@ -290,6 +302,7 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
         collectives={},
         multiprocessors=target.multiprocessors,
         is_measured=False,
+        has_newer_attention=target.has_newer_attention,
         is_of_other_chip=not target.has_chip_of(source),
         is_shipped=False,
     )

@@ -28,6 +28,8 @@ class DeviceSpec:
     multiprocessors: int
     """1 if their number is not known."""
     source: str
+    capability: str = ""
+    """NVIDIA's number of what a chip can do (compute capability), such as 9.0; empty for others."""
     fp8_peak_flops_per_s: float | None = None
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or
     uncertain.
@@ -53,6 +55,13 @@ class DeviceSpec:
     """Memory, with 2^30 bytes for each GB of the data sheet; None if devices of these names
     differ in it.
     """
+
+    @property
+    def has_newer_attention(self) -> bool:
+        """Whether attention as PyTorch chooses it uses instructions that tensor cores have from
+        Hopper on (wgmma, tcgen05), which FlashAttention 2 does not know; cards for games have none.
+        """
+        return self.capability.partition(".")[0] in ("9", "10")
 
     def peak(self, precision: MatmulPrecision) -> float | None:
         """Peak of matmuls with factors of this precision; None: unsupported or uncertain."""
@@ -103,6 +112,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         memory_bandwidth_bytes_per_s=float(row["gb_per_s"]) * 1e9,
         multiprocessors=int(row["multiprocessors"] or 1),
         source=row["source"],
+        capability=row["capability"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
         reached=reached,
         has_mx=bool(row["mx"]),

@@ -101,9 +101,11 @@ class Ceilings:
             for is_shipped, studies in enumerate(self._studies_of(name)):
                 curves = _joined_curves(studies)
                 if curves is not None:
-                    curves = with_fp8(curves, find_device(name))
+                    device = find_device(name)
+                    curves = with_fp8(curves, device)
                     self._curves[name] = replace(
                         curves,
+                        has_newer_attention=device is None or device.has_newer_attention,
                         matmuls=_with_attention(name, curves),
                         is_shipped=bool(is_shipped),
                         collectives=self.collectives(name),

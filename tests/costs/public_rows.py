@@ -65,6 +65,12 @@ METRICS_BYTES = 2 * (2 + 4 + 4 + 4)
 `LanguagePerplexity`, which llm-foundry's models compute of what they train on, cast logits to fp32
 and take the logarithm of their softmax.
 """
+LOSS_BYTES, FUSED_LOSS_BYTES = 26, 2 + 2 + 2
+"""Bytes for each logit of the loss and its gradient: of this project's, as its tapes have them, and
+of flash-attn's `CrossEntropyLoss`, which llm-foundry's models have by default
+(`modeling_mpt.py` at each commit that has changed its tables): it reads logits in bf16, once more
+in backward, and writes their gradient.
+"""
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
 FILES = {
     "deepseekv2": "deepseek_v2",
@@ -337,16 +343,20 @@ def seconds_of(
     cost = layout_cost(config, layout, curves, links)
     if isinstance(cost, str):
         return cost
-    step_s, spread = cost.step_s + metrics_s(row, curves), cost.time.spread
+    step_s, spread = cost.step_s + loss_and_metrics_s(row, curves), cost.time.spread
     return step_s, step_s / spread, step_s * spread, cost.peak_bytes
 
 
-def metrics_s(row: Row, curves: Curves) -> float:
-    """Seconds of a step in which a program computes metrics of its training batch."""
+def loss_and_metrics_s(row: Row, curves: Curves) -> float:
+    """Seconds of a step in which a program computes metrics of its training batch, less those that
+    its loss does not take.
+    """
     if not row["source"].startswith("mosaicml/llm-foundry"):
         return 0.0
     logits = int(row["micro_batch"]) * int(row["context"]) * int(row["vocab"])
-    return int(row["accumulate"]) * curves.pass_s(METRICS_BYTES * logits)
+    metrics_s = curves.pass_s(METRICS_BYTES * logits)
+    loss_s = curves.pass_s(LOSS_BYTES * logits) - curves.pass_s(FUSED_LOSS_BYTES * logits)
+    return int(row["accumulate"]) * (metrics_s - loss_s)
 
 
 def summary(answers: list[dict[str, object]]) -> Iterator[str]:
