@@ -3,6 +3,7 @@ MFU.
 """
 
 import csv
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -169,10 +170,18 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
 
 def is_short_for(name: str, device_name: str) -> bool:
     """Whether the name of a device contains all words of a short one, of which there must be at
-    least one.
+    least one; words may be written together, as in `RTX4090`.
     """
     wanted, whole = _words(name), bare_name(device_name)
-    return bool(wanted) and wanted <= _words(f"{whole} {_FORM_FACTORS.get(whole, '')}")
+    full = f"{whole} {_FORM_FACTORS.get(whole, '')}"
+    return bool(wanted) and wanted <= _words(full) | _joined_words(full)
+
+
+def _joined_words(name: str) -> set[str]:
+    """Pairs and longer runs of a name's words, without what is between them."""
+    words = re.findall("[a-z0-9]+", name.casefold())
+    runs = itertools.combinations(range(len(words) + 1), 2)
+    return {"".join(words[first:stop]) for first, stop in runs}
 
 
 def _words(name: str) -> set[str]:

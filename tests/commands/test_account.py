@@ -247,6 +247,7 @@ def test_tables_and_numbers_are_written_where_asked(
     ("short", "name"),
     [
         ("4090", "GeForce RTX 4090"),
+        ("rtx4090", "GeForce RTX 4090"),
         ("a6000", "RTX A6000"),
         ("h200", "H200"),
         ("nvidia h100 pcie", "H100 PCIe"),
