@@ -108,6 +108,8 @@ def why_not_asked(row: Row) -> str:
         return f"matmuls in {row['precision']}"
     if not row["experts"] and int(row["d_head"]) * int(row["heads"]) != int(row["d_model"]):
         return "heads that are not d_model wide together"
+    if row["gated"] == "0" and int(row["kv_heads"]) < int(row["heads"]):
+        return "grouped queries in a model without gates"
     return ""
 
 
