@@ -2,7 +2,7 @@
 foretold.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -89,7 +89,13 @@ def _why_host_decides(config: RunConfig, time: LayoutTime) -> str:
     return ""
 
 
-def layout_bytes(config: RunConfig, layout: Layout, links: Links) -> int | str:
+RankBytes = Callable[[RunConfig, Layout], int]
+"""Bytes of the fullest rank of a layout, or a bound of them."""
+
+
+def layout_bytes(
+    config: RunConfig, layout: Layout, links: Links, rank_bytes: RankBytes = fullest_rank_bytes
+) -> int | str:
     """Bytes of the tensors of the fullest rank of such a step, which take less long to foretell
     than its time; or the reason why neither is foretold.
     """
@@ -98,7 +104,7 @@ def layout_bytes(config: RunConfig, layout: Layout, links: Links) -> int | str:
             return reason
         if layout.gpus > links.gpus_per_node and links.network_bytes_per_s is None:
             return f"{layout.gpus} GPUs need several nodes, whose network is not known"
-        return fullest_rank_bytes(config, layout)
+        return rank_bytes(config, layout)
     except DepthError as error:
         return str(error)
 

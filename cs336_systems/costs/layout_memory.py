@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from ..config import Parallel, Phase, RunConfig
 from .blocks import Blocks, block_parameters, blocks_of_model, outside_parameters, plain_model
+from .compiled import uncompiled
 from .compiled_blocks import rank_step, stream_width
 from .depth import Change, StepByDepth, of_depth
 from .layout import SELECTIVE, Layout
@@ -34,6 +35,8 @@ MATRICES = (
 """Categories whose tensors have the shapes of parameters."""
 WHOLE = (Category.BUFFERS, Category.LIBRARY_WORKSPACE, Category.GATHERED)
 """Categories of which each rank of a tensor group has all."""
+MOMENTS_AND_ITSELF = 3
+"""Elements of the state for each of a parameter, of AdamW: both moments have its type."""
 EXPERTS = "experts"
 """Name of the unit of a block's experts, where ranks divide them."""
 GATHERED_INPUTS = 2
@@ -225,6 +228,31 @@ def fullest_rank_bytes(config: RunConfig, layout: Layout) -> int:
         stage = StageMemory(rank, kinds, is_first=place == 0, is_last=place == last)
         peaks.append(stage.peak_bytes())
     return max(peaks)
+
+
+def least_rank_bytes(config: RunConfig, layout: Layout) -> int:
+    """Bytes that a rank of the first stage has at least in a steady step of a layout: parameters
+    and both moments of AdamW, and what the layout keeps beside them. It takes a tenth of the time
+    that `fullest_rank_bytes` takes, which is never less.
+    """
+    rank = Rank(config=config, layout=layout)
+    kinds = rank.stages[0]
+    every, kept = (rank.elements(kinds, is_kept=is_kept) for is_kept in (False, True))
+    # shards are rounded up one by one, and the state is divided as a whole
+    rounded = len(rank.outside_parameters) + len(kinds) * max(map(len, rank.block_parameters))
+    state_bytes = MOMENTS_AND_ITSELF * _parameter_bytes(uncompiled(config)) * (kept - rounded)
+    return state_bytes + _beside_state_bytes(layout, factor_bytes(config.precision), every, kept)
+
+
+@lru_cache(maxsize=64)
+def _parameter_bytes(config: RunConfig) -> int:
+    """The size of an element of the parameters, or the smallest of several."""
+    steps = Rank(config=config, layout=Layout()).steps
+    sizes = []
+    for category, _, _, element_bytes, _ in _numbered(steps).tensors:
+        if category == Category.PARAMETERS:
+            sizes.append(element_bytes)
+    return min(sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -467,21 +495,30 @@ def _shared_out(rank: Rank, kinds: Sequence[int]) -> tuple[tuple[Shares, Shares]
     layout = rank.layout
     every, kept = rank.elements(kinds, is_kept=False), rank.elements(kinds, is_kept=True)
     more_bytes = _sent_bytes(rank)
-    element_bytes = factor_bytes(rank.config.precision)
-    if layout.shards > 1 and not layout.shards_parameters and element_bytes != FP32_BYTES:
-        # masters belong to the optimizer's state, and ranks keep copies for matmuls
-        more_bytes += element_bytes * every
+    more_bytes += _beside_state_bytes(layout, factor_bytes(rank.config.precision), every, kept)
     if layout.shards_parameters:
         ahead = Parallel.FSDP.exchange.units_ahead
         rest = rank.gathered(REST, tuple(p for p in rank.outside_parameters if p.unit == REST))
         more_bytes += (ahead + 1) * max(_gathered_bytes(rank, kind) for kind in {*kinds})
         more_bytes += rest.gathered_bytes(layout.shards) if rest.parts else 0
-        more_bytes += FP32_BYTES * kept if layout.accumulate > 1 else 0
-    elif layout.gpus > layout.tensor * layout.pipeline or layout.accumulate > 1:
-        # buckets of gradients exist throughout
-        more_bytes += FP32_BYTES * (kept if layout.shards > 1 and layout.stage == 2 else every)
     dense = _shares(rank, kinds, has_experts=False)
     return (dense, _shares(rank, kinds, has_experts=True)), more_bytes
+
+
+def _beside_state_bytes(layout: Layout, element_bytes: int, every: int, kept: int) -> int:
+    """Copies of parameters for matmuls, with elements of so many bytes, and gradients that exist
+    throughout, of a rank that has `every` element and keeps those of its shard.
+    """
+    if layout.shards_parameters:
+        return FP32_BYTES * kept if layout.accumulate > 1 else 0
+    beside_bytes = 0
+    if layout.shards > 1 and element_bytes != FP32_BYTES:
+        # masters belong to the optimizer's state, and ranks keep copies for matmuls
+        beside_bytes += element_bytes * every
+    if layout.gpus > layout.tensor * layout.pipeline or layout.accumulate > 1:
+        # buckets of gradients exist throughout
+        beside_bytes += FP32_BYTES * (kept if layout.shards > 1 and layout.stage == 2 else every)
+    return beside_bytes
 
 
 def _sent_bytes(rank: Rank) -> int:

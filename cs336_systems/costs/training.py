@@ -1,6 +1,6 @@
 """A whole training: its best layouts, how long it takes, and what it costs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -11,7 +11,7 @@ from .fast_layouts import MakeStep, fast_costs, fast_steps, step_bytes
 from .fit import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from .layout import Layout, layouts
 from .layout_cost import LayoutCost, layout_bytes, layout_cost, least_gpu_s
-from .layout_memory import Rank
+from .layout_memory import Rank, least_rank_bytes
 from .ranks_time import Links
 from .recipes import Recipe
 
@@ -168,7 +168,7 @@ def _fast_plan(training: Training, make: MakeStep) -> TrainingPlan:
     costs, untimed = fast_costs(steps, training.memory_bytes, training.curves, training.links)
     fitting = []
     for cost in costs:
-        if training.used_bytes(cost.peak_bytes) <= training.memory_bytes:
+        if _fits(training, cost.peak_bytes):
             fitting.append(cost)
     smallest = None
     if steps and not fitting:
@@ -184,18 +184,47 @@ def _fast_plan(training: Training, make: MakeStep) -> TrainingPlan:
 
 
 def _peaks(training: Training) -> tuple[dict[Layout, int], tuple[str, ...]]:
-    """Bytes of the fullest rank of all sensible layouts, and the reasons why others have none."""
-    peaks, reasons = dict[Layout, int](), dict[str, None]()
-    tried = [*layouts(training.config, training.gpus, training.sequences, training.links)]
-    compile_missing(Rank(config=training.config, layout=layout).alone for layout in tried)
-    for tried_layout in tried:
-        layout = replace(tried_layout, fp8=training.recipe)
+    """Bytes of the fullest rank of the sensible layouts that may fit, or of the smallest if none
+    does; and the reasons why some have none.
+    """
+    least, reasons = dict[Layout, int](), dict[str, None]()
+    for tried in layouts(training.config, training.gpus, training.sequences, training.links):
+        layout = replace(tried, fp8=training.recipe)
+        bound = layout_bytes(training.config, layout, training.links, least_rank_bytes)
+        if isinstance(bound, str):
+            reasons[bound] = None
+        else:
+            least[layout] = bound
+    may_fit = [layout for layout in least if _fits(training, least[layout])]
+    peaks = _exact(training, may_fit, reasons)
+    if not any(_fits(training, peak_bytes) for peak_bytes in peaks.values()):
+        others = [layout for layout in least if layout not in peaks]
+        for layout in sorted(others, key=least.__getitem__):
+            # of the rest, none is smaller
+            if peaks and least[layout] > min(peaks.values()):
+                break
+            peaks |= _exact(training, [layout], reasons)
+    return peaks, tuple(reasons)
+
+
+def _fits(training: Training, peak_bytes: int) -> bool:
+    """Whether a rank with tensors of so many bytes fits into a GPU."""
+    return training.used_bytes(peak_bytes) <= training.memory_bytes
+
+
+def _exact(
+    training: Training, asked: Sequence[Layout], reasons: dict[str, None]
+) -> dict[Layout, int]:
+    """Bytes of the fullest rank of these layouts; the reasons why some have none are added."""
+    compile_missing(Rank(config=training.config, layout=layout).alone for layout in asked)
+    peaks = {}
+    for layout in asked:
         peak_bytes = layout_bytes(training.config, layout, training.links)
         if isinstance(peak_bytes, str):
             reasons[peak_bytes] = None
         else:
             peaks[layout] = peak_bytes
-    return peaks, tuple(reasons)
+    return peaks
 
 
 def _fitting(
@@ -207,7 +236,7 @@ def _fitting(
     costs: list[LayoutCost] = []
     reasons = dict[str, None]()
     for layout, peak_bytes in peaks.items():
-        if training.used_bytes(peak_bytes) <= training.memory_bytes:
+        if _fits(training, peak_bytes):
             cost = layout_cost(training.config, layout, training.curves, training.links)
             if isinstance(cost, str):
                 reasons[cost] = None
