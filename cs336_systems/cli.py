@@ -37,9 +37,9 @@ GROUPS = {
         "memory": "Say where the memory of recorded steps went; files of any program.",
         "report": "Write tables, pictures and pages of finished runs again.",
     },
-    "Foretell": {
+    "Forecast": {
         "account": "Say what a step costs without running it, and whether it fits.",
-        "plan": "Say what training takes: does it fit, how long, how much, which layout.",
+        "plan": "Say whether a training fits, how long it takes, what it costs, in which layout.",
     },
 }
 """The subcommands of `cs336`, by what they are for."""

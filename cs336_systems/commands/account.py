@@ -124,28 +124,29 @@ class AccountArguments(flags.Flags, ForecastArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
-    The numbers are those of an eager step on a GPU, of one with --fast, or of one with --compile
-    default; computing them needs no GPU, and torch only for steps whose trace does not come with
-    the program. For a compiled one inductor compiles a few blocks for a GPU that is not there,
-    which takes about half a minute; FLOPs and bytes by part stay those of the eager step.
-    With --fit each batch that is tried is compiled, which takes minutes the first time, and the
-    longest context is not searched.
-    Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
-    are those of one rank: the one that keeps most.
+    The numbers are those of a step on a GPU: eager, with --fast, or with --compile default. No GPU
+    is needed, and torch only for steps whose trace does not come with the program. Memory is
+    predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel the numbers are
+    those of the rank that keeps most.
+
+    With --compile default, inductor compiles a few blocks for a GPU that is not there, which takes
+    about half a minute. FLOPs and bytes by part stay those of the eager step. With --fit each batch
+    that is tried is compiled, which takes minutes the first time, and the longest context is not
+    searched.
     """
 
     mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
     fast: flags.Switch = False
-    """The same step in the fastest way known for the GPU, in bf16; with --fp8, linear layers of
-    blocks in fp8. Checkpoints are those that are asked for.
+    """Forecast the fastest known way to compute the same step, in bf16; with --fp8, linear layers
+    of blocks in fp8. Blocks are checkpointed only if asked for.
     """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
     fit: flags.Switch = False
-    """Say the largest batch, and the longest context, that fit; of a compiled step the batch."""
+    """Say the largest batch and the longest context that fit; of a compiled step only the batch."""
     memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
-    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
-    smallest; of a GPU that is not here, that of its data sheet.
+    """Memory that programs can use, for --fit (GiB). The default is that of the smallest GPU here,
+    or of the data sheet of a GPU that is not here.
     """
     details: flags.Switch = False
     """Show all tables: FLOPs and bytes by part, collectives, time by phase, checkpoints, and what

@@ -60,7 +60,7 @@ class FileArguments(OutputArguments):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
-    """Most kernels, or allocations, that a table lists."""
+    """Most kernels or allocations in a table."""
     json: Switch = False
     """Print JSON instead of tables."""
 
@@ -76,10 +76,11 @@ class KernelsArguments(FileArguments):
 
     FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler
     (.json, .json.gz), or what this command or a sweep has kept of one (profile.json,
-    kernels/*.json). A kernel belongs to the phase in which it was launched, by whatever thread. A
-    trace of a CPU has operators in the place of kernels. Of a run on several ranks, traces beside
-    FILE are read too (rank1_FILE, ...). FILE may be a directory with the traces of all ranks of one
-    run, whatever their names.
+    kernels/*.json). It may be a directory with the traces of all ranks of one run, whatever their
+    names; beside a single FILE, traces named rank1_FILE and so on are read too.
+
+    A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has
+    operators instead of kernels.
     """
 
     NEEDED = (

@@ -64,11 +64,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
     """Say what it takes to train a model on many GPUs: whether it fits, how long, how much, and the
     best layouts (data, FSDP, tensor, pipeline, context and expert parallel), time against memory.
 
-    Nothing is run, and no GPU is needed, nor torch but for what has to be traced: --model, a
-    factory or hf:PATH of a configuration file, of whose blocks one of each kind is traced; --fast;
-    and other sizes with --compile default, of which one block and two are compiled for a GPU that
-    is not there. `cs336 plan --size 8B --tokens 1T --gpus 64xH100 --price 2.5`. Without --tokens:
-    one step. The optimizer is fused AdamW, and attention is fused.
+    Without --tokens, one step is planned. The optimizer is fused AdamW, and attention is fused.
+
+    Nothing is run, and no GPU is needed. torch is needed only for what has to be traced: --model
+    (one block of each kind), --fast, and sizes other than the presets with --compile default (one
+    block and two are compiled for a GPU that is not there).
     """
 
     gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"
@@ -80,14 +80,14 @@ class PlanArguments(flags.Flags, ForecastArguments):
     global_batch: Annotated[
         str | None, flags.unset("N", "4M tokens, and for one step 4 sequences a GPU")
     ] = None
-    """What all GPUs take in a step: sequences, such as 1024, or with a letter tokens, such as 4M.
-    Sequences become the nearest multiple that the GPUs can share, and tokens one within 5 % that
-    they can also divide in micro-batches.
+    """Batch of all GPUs in a step: 1024 is sequences, and 4M, with a letter, is tokens. Sequences
+    are rounded to a multiple that the GPUs can share. Tokens change by at most 5 %, so that the
+    GPUs can also divide them in micro-batches.
     """
     budget_gib: Annotated[float | None, flags.unset("GIB", "that of the data sheet")] = None
     """Memory of a GPU (GiB)."""
     days: Annotated[float | None, flags.unset("DAYS", "not asked")] = None
-    """Say how many of such GPUs train in so many days; needs --tokens."""
+    """Say how many of these GPUs the training needs to end in so many days; needs --tokens."""
     network_gb_per_s: Annotated[
         float | None, flags.unset("GB/S", "that of the usual node of such GPUs")
     ] = None
@@ -104,8 +104,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
     Blackwell on). What lies between matmuls is fused, as in Transformer Engine.
     """
     fast: flags.Switch = False
-    """Steps in the fastest way known, as `benchmark --fast` runs them: by one GPU, or by ranks in
-    this program's own ways. Of --fp8, tensor.
+    """Plan steps as `benchmark --fast` runs them, on one GPU, or on ranks by this program's own
+    data parallelism and FSDP. Of --fp8, only tensor.
     """
     model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False

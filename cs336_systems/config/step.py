@@ -239,11 +239,10 @@ class StepSettings:
     model_factory: Annotated[
         str | None,
         Setting(
-            "Your own model as package.module:factory, or hf:PATH of a configuration file "
-            "(config.json) from which transformers makes it, with random weights. A factory is "
-            "called with those of "
-            f"{', '.join(size.name for size in fields(ModelConfig))} that its signature names; "
-            "the model it returns maps int64 (batch, sequence) to logits (batch, sequence, "
+            "Your own model: package.module:factory, or hf:PATH of a config.json from which "
+            "transformers makes it with random weights. The factory is called with the arguments "
+            f"that its signature names, of {', '.join(size.name for size in fields(ModelConfig))}. "
+            "Its model maps int64 tokens (batch, sequence) to logits (batch, sequence, "
             "vocabulary).",
             flag="model",
             metavar="MODULE:FACTORY",
