@@ -83,11 +83,14 @@ class ForecastArguments(flags.OutputArguments):
         is meant; if there is none, or ceilings are asked for, their only device. Both are None if
         neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
         """
-        name, known, gpu = self.device_name, ceilings.device_names, first_gpu()
+        name = self.device_name
+        known = ceilings.device_names
+        gpu = first_gpu()
         if name is not None:
             meant = [device for device in known if device == bare_name(name)]
             for names in (ceilings.measured_names, known):
-                meant = meant or [device for device in names if is_short_for(name, device)]
+                if not meant:
+                    meant = [device for device in names if is_short_for(name, device)]
         elif self.ceilings is not None or gpu is None:
             meant = ceilings.measured_names
         else:
@@ -97,7 +100,8 @@ class ForecastArguments(flags.OutputArguments):
         sheet = device_meant(name)
         if sheet is None:
             return None, None
-        return next((device for device in sheet.names if device in known), sheet.names[0]), sheet
+        in_ceilings = [device for device in sheet.names if device in known]
+        return (in_ceilings or sheet.names)[0], sheet
 
 
 @flags.with_flags(

@@ -158,9 +158,12 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     taken = None if config.model_factory is None else parameters_of(config.model_factory)
     if taken is None:
         return config
-    is_file = is_model_file(config.model_factory)
     shape = [name for name in OF_MODEL if name not in ("model_factory", "vocab_size")]
-    sizes = taken.intersection(shape) - ({"attention"} if is_file else set())
+    sizes = taken.intersection(shape)
+    kept = ["vocab_size", "context_length"]
+    if is_model_file(config.model_factory):
+        sizes.discard("attention")
+        kept.append("attention")
     ignored: dict[str, object] = {}
     for name in shape:
         value = getattr(config.model, name)
@@ -181,7 +184,6 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     if sizes:
         return config
     # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
-    kept = ["vocab_size", "context_length", *(["attention"] if is_file else [])]
     settings = {name: getattr(config.model, name) for name in kept}
     return replace(config, size=UNSIZED, model=replace(SIZES["small"], **settings))
 

@@ -183,7 +183,8 @@ def _flag(
     # the first member of a union such as `str | None`, or the element type of a tuple
     kind = next(iter(get_args(declared_type)), declared_type)
     text = f"{setting.help} {setting.several}" if many and setting.several else setting.help
-    flag = (setting.plural if many else setting.flag) or attribute.name
+    other_name = setting.plural if many else setting.flag
+    flag = other_name or attribute.name
     if isinstance(default, bool):
         annotation: Any = bool if default else Switch
         return flag, Annotated[annotation, tyro.conf.arg(help=text)], default

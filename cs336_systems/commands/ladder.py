@@ -181,11 +181,13 @@ def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
     would be lost.
     """
     file, first = directory / LADDER_FILE, ladder[0].config
-    if not fresh and file.is_file() and (there := read_ladder(file)[0].config) != first:
-        raise UsageError(
-            f"{directory} holds the ladder of another step ({there.label}; this one is "
-            f"{first.label}): choose another --name, or start over with --fresh"
-        )
+    if not fresh and file.is_file():
+        present = read_ladder(file)[0].config
+        if present != first:
+            raise UsageError(
+                f"{directory} holds the ladder of another step ({present.label}; this one is "
+                f"{first.label}): choose another --name, or start over with --fresh"
+            )
     write_ladder(ladder, file)
 
 

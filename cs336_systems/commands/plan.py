@@ -124,11 +124,12 @@ class PlanArguments(flags.Flags, ForecastArguments):
         count, in_node, name = 0, None, None
         if match is not None:
             count, name = int(match[1]), match[2]
-        # such as 4090, which is a name
-        is_name = name is None or bool(devices_called(name))
-        if not is_name and (of_node := GPUS.fullmatch(name or "")) is not None:
-            in_node, name = int(of_node[1]), of_node[2]
-            count *= in_node
+        # 8x4090 names a GPU, not a node of 4090
+        if name is not None and not devices_called(name):
+            of_node = GPUS.fullmatch(name)
+            if of_node is not None:
+                in_node, name = int(of_node[1]), of_node[2]
+                count *= in_node
         if not 1 <= count <= MAX_RANKS:
             raise ValueError(
                 f"--gpus must be a number from 1 to {MAX_RANKS:,}, such as 8, 64xH100 or "
@@ -175,8 +176,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
             if given.get("model_factory") is not None:
                 raise ValueError("no plan: --fast is for this project's models")
             given.pop("compile", None)  # it is asked of each step
-        is_ours = not str(given.get("size", "")).lower().startswith("gpt2")
-        if is_ours:
+        is_gpt2 = str(given.get("size", "")).lower().startswith("gpt2")
+        if not is_gpt2:
             usual["context_length"] = self._usual_context(given.get("model_factory"))
         if given.get("compile", CompileMode.NONE) is not CompileMode.NONE:
             if given.get("model_factory") is not None:
@@ -258,8 +259,10 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
     if memory_bytes is None:
         raise ValueError(f"no data sheet says how much memory {name} has: give --budget-gib")
     recipe = arguments.fp8
-    if recipe is not None and (reason := _why_no_fp8(recipe, config, name, device, curves)):
-        raise ValueError(f"--fp8 {recipe}: {reason}")
+    if recipe is not None:
+        reason = _why_no_fp8(recipe, config, name, device, curves)
+        if reason:
+            raise ValueError(f"--fp8 {recipe}: {reason}")
     fast = None
     if arguments.fast:
         fast = partial(_fast_step, arguments, config, NamedGpu(name, memory_bytes))

@@ -81,7 +81,8 @@ def rebuild_all(
 
     The page of the root lists all others.
     """
-    if not root.is_dir() or not (paths := results_below(root)):
+    paths = results_below(root) if root.is_dir() else []
+    if not paths:
         raise UsageError(
             f"{root}: no results in or below it; needed a sweep's directory, one that holds "
             "several, or the file of a profiler"

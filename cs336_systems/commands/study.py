@@ -116,7 +116,10 @@ def keep_earlier(present: Path, study: object) -> None:
     """Copy the study that is in the file, if it is another, to one beside it that is named after
     the time; say so.
     """
-    if not present.is_file() or (earlier := present.read_bytes()) == encode_json(study):
+    if not present.is_file():
+        return
+    earlier = present.read_bytes()
+    if earlier == encode_json(study):
         return
     copies = present.parent.glob(f"{present.stem}-before-*{present.suffix}")
     if all(copy.read_bytes() != earlier for copy in copies):

@@ -97,7 +97,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     """Measure this rank's part of the run and return its record; a failure is raised."""
     config = progress.config
     # a machine without enough memory would hardly answer any more, or end any of its processes
-    if model is None and (lacking := lacking_memory(config)) is not None:
+    lacking = lacking_memory(config) if model is None else None
+    if lacking is not None:
         raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
     with compiling_ahead(config):

@@ -91,10 +91,7 @@ class FlatDDP(NaiveDDP):
         for leaf in leaves:
             if not leaf.shared_elements:
                 by_type.setdefault(leaf.tensor.dtype, []).append(leaf.tensor)
-        flats = [
-            _flatten_dense_tensors([_gradient(tensor) for tensor in group])
-            for group in by_type.values()
-        ]
+        flats = [_flatten_dense_tensors([*map(_gradient, group)]) for group in by_type.values()]
         for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
         for group, flat in zip(by_type.values(), flats, strict=True):

@@ -415,7 +415,8 @@ class CeilingsStudy:
                     rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s
                 )
         for kernel in self.kernels:
-            if kernel.precision is precision and (time_s := kernel.timing.time_s) is not None:
+            time_s = kernel.timing.time_s
+            if kernel.precision is precision and time_s is not None:
                 yield Matmul(
                     rows=kernel.rows,
                     inner=kernel.inner,

@@ -104,7 +104,8 @@ def alive_machines() -> dict[str, dict[str, Any]]:
         context = ray.get_runtime_context()
         connection.checked_address(context.gcs_address)
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        if (here := alive.get(context.get_node_id())) is None:
+        here = alive.get(context.get_node_id())
+        if here is None:
             raise OSError(
                 "Ray has died on this machine, and takes along what was started from here"
             )

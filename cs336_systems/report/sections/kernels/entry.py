@@ -87,7 +87,8 @@ class Explained:
         Backward's time includes communication if the trace cannot tell them apart, as in one CUDA
         graph of both.
         """
-        if record is None or (measured := record.measurement(phase)) is None:
+        measured = None if record is None else record.measurement(phase)
+        if record is None or measured is None:
             return None
         traced = {times.phase for times in self.profile.phases}
         if phase is Phase.BACKWARD and LaunchPhase.COMMUNICATION not in traced:

@@ -99,7 +99,8 @@ def _mark_phases_and_failure(panel: Axes, profile: MemoryProfile) -> None:
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
-    if (failure := profile.work.first_failure) and profile.timeline.time_s:
+    failure = profile.work.first_failure
+    if failure and profile.timeline.time_s:
         panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
 
 
