@@ -51,8 +51,11 @@ WHOLE_GRADIENTS = needs(
     lambda run: run.parallel is not Parallel.NONE and not run.parallel.shards_parameters,
     "--parallel {config.parallel}",
 )
-
-
+GRADIENTS = needs(
+    "gradients, so --mode forward-backward or train",
+    lambda run: run.mode.has_backward,
+    "--mode {config.mode}",
+)
 TRAINING = needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}")
 ON_GPU = needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}")
 SDPA = needs(

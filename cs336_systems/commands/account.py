@@ -24,6 +24,7 @@ from ..costs.ranks_time import Links
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes
+from ..report.words import GIB
 from ..studies.ceilings_files import (
     FILE_NAME,
     Ceilings,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ..report.section import Section
     from ..report.sections.account import Account
 
-GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
 
 
@@ -181,8 +181,7 @@ class AccountArguments(flags.Flags, ForecastArguments):
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
-        if self.top < 1:
-            raise ValueError(f"--top must be at least 1, got {self.top}")
+        flags.check_top(self.top)
         if self.memory_gib is not None and not 0 < self.memory_gib < 1e6:
             raise ValueError(
                 f"--memory-gib must be positive and below a million, got {self.memory_gib}"

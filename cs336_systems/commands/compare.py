@@ -132,8 +132,7 @@ def run(arguments: CompareArguments) -> int:
 
 def _compare_files(arguments: CompareArguments, paths: Sequence[Path]) -> int:
     """Say in what the files of any programs differ."""
-    if arguments.top < 1:
-        raise UsageError(f"--top must be at least 1, got {arguments.top}")
+    checked(flags.check_top, arguments.top)
     if arguments.formats and arguments.output is None:
         raise UsageError(f"--{arguments.formats[0]} needs --output, the directory to write to")
     from ..report.section import all_tables

@@ -14,8 +14,8 @@ from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
 from .file_page import write_page_of_file
-from .flags import Flat, OutputArguments, RulesFile, Switch, unset
-from .outcome import OK, UsageError, existing, print_page, show, with_statistics
+from .flags import Flat, OutputArguments, RulesFile, Switch, check_top, unset
+from .outcome import OK, UsageError, checked, existing, print_page, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
@@ -224,8 +224,7 @@ def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
 
 def run(arguments: FileArguments) -> int:
     """Read, explain, print, and write where asked."""
-    if arguments.top < 1:
-        raise UsageError(f"--top must be at least 1, got {arguments.top}")
+    checked(check_top, arguments.top)
     if not (arguments.TAKES_DIRECTORY and arguments.file.is_dir()):
         existing(arguments.file, arguments.NEEDED)
     from ..report.progress import StatusLine

@@ -308,6 +308,12 @@ def check_timeout(timeout_s: float) -> None:
         raise ValueError(f"--timeout-s must be positive and finite, got {timeout_s}")
 
 
+def check_top(top: int) -> None:
+    """Raise ValueError for a table without rows."""
+    if top < 1:
+        raise ValueError(f"--top must be at least 1, got {top}")
+
+
 def check_repeats(repeats: int, least: int = 1) -> None:
     """Raise ValueError for an impossible number of processes, or fewer than `least`."""
     if not least <= repeats <= 1000:

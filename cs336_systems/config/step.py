@@ -5,7 +5,7 @@ from typing import Annotated
 
 from ..choices import CompileMode, Device, LossKind, Mode, OptimizerKind, Precision, Profiler
 from ..model_file import is_model_file
-from ..rules import NOT_OF_A_MODULE, OUR_MODEL, UNSCALED, is_import_name, needs
+from ..rules import GRADIENTS, NOT_OF_A_MODULE, OUR_MODEL, UNSCALED, is_import_name, needs
 from ..settings import ByDevice, Rule, Setting, shortcut
 from ..shapes import SIZES, ModelConfig
 
@@ -73,11 +73,7 @@ class StepSettings:
             label=4,
             note="{} micro-batches a step",
             rules=(
-                needs(
-                    "gradients, so --mode forward-backward or train",
-                    lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN),
-                    "--mode {config.mode}",
-                ),
+                GRADIENTS,
                 Rule(
                     lambda run: run.parallel.adds_micro_batches,
                     "{flag} cannot be combined with --parallel {config.parallel}, which "

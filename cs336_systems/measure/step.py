@@ -145,7 +145,7 @@ class TrainingStep:
             # that of the logits, or autocast's float32
             check_dtypes(self.config.precision, [("the loss", loss.dtype)])
             yield Phase.FORWARD
-            if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+            if mode.has_backward:
                 self.phase = Phase.BACKWARD
                 with annotate(Range.BACKWARD):
                     self.backward(loss)
