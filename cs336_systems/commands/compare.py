@@ -98,7 +98,8 @@ def run(arguments: CompareArguments) -> int:
     names = _names(arguments)
     if names is None:
         return OK
-    results, records = None, list[Sequence[RunRecord]]()
+    results = None
+    records = list[Sequence[RunRecord]]()
     if are_on_disk(names):
         paths = [Path(name) for name in names]
         _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
@@ -308,7 +309,8 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """The configuration that the flags of each side name; raise UsageError for a profiler, and
     for flags of output.
     """
-    configs, devices = [], dict[DeviceChoice, None]()
+    configs = []
+    devices = dict[DeviceChoice, None]()
     for side in sides:
         asked = parse(BenchmarkArguments, "benchmark.py", checked(shlex.split, side))
         config = checked(asked.config)

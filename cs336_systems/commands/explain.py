@@ -238,7 +238,8 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        results, keep = explanation.results(), explanation.keep
+        results = explanation.results()
+        keep = explanation.keep
         print_page(partial(write_page_of_file, arguments.file, results, keep, arguments.output))
     return OK
 

@@ -201,7 +201,8 @@ def _flag(
         parser: tuple[object, ...] = (choices(kind, many=many),)
         metavar = setting.metavar or None
     else:
-        parser, metavar = (), setting.metavar or kind.__name__.upper()
+        parser = ()
+        metavar = setting.metavar or kind.__name__.upper()
     if many and metavar:
         metavar = f"{metavar} [{metavar} ...]"
     return flag, Annotated[values | None, *parser, unset(metavar, rule, text)], None

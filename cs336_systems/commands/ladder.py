@@ -170,7 +170,8 @@ def run(arguments: LadderArguments) -> int:
         raise UsageError(
             "a ladder under nsys would take its times for those of plain runs: leave nsys out"
         )
-    begin, names = partial(_begin, ladder, directory, arguments.measuring.fresh), _names(ladder)
+    begin = partial(_begin, ladder, directory, arguments.measuring.fresh)
+    names = _names(ladder)
     return measure_all(
         configs, directory, arguments.measuring, show=_report, names=names, begin=begin
     )
@@ -180,7 +181,8 @@ def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
     """Write the ladder; raise UsageError if the directory has that of another step, whose tables
     would be lost.
     """
-    file, first = directory / LADDER_FILE, ladder[0].config
+    file = directory / LADDER_FILE
+    first = ladder[0].config
     if not fresh and file.is_file():
         present = read_ladder(file)[0].config
         if present != first:

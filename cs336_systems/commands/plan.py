@@ -123,12 +123,14 @@ class PlanArguments(flags.Flags, ForecastArguments):
         match = GPUS.fullmatch(self.gpus.strip())
         count, in_node, name = 0, None, None
         if match is not None:
-            count, name = int(match[1]), match[2]
+            count = int(match[1])
+            name = match[2]
         # 8x4090 names a GPU, not a node of 4090
         if name is not None and not devices_called(name):
             of_node = GPUS.fullmatch(name)
             if of_node is not None:
-                in_node, name = int(of_node[1]), of_node[2]
+                in_node = int(of_node[1])
+                name = of_node[2]
                 count *= in_node
         if not 1 <= count <= MAX_RANKS:
             raise ValueError(

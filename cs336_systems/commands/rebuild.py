@@ -90,7 +90,8 @@ def rebuild_all(
     problems: dict[Path, str] = {}
     rebuilt: list[Directory] = []
     pages: dict[Path, Page] = {}
-    is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
+    is_explained = True
+    ceilings_at = cache(load_ceilings_or_warn)
     for number, path in enumerate(paths):
         try:
             runs = path / RUNS

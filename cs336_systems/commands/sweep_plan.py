@@ -105,7 +105,8 @@ def _predicted(config: RunConfig) -> str:
     """The predicted peak of memory of a step in words; with `--fast` it is computed in closed form,
     without the allocator's rounding.
     """
-    peak_bytes, about = predicted_peak_bytes(config), ""
+    peak_bytes = predicted_peak_bytes(config)
+    about = ""
     is_fused = config.fused_blocks and config.fused_loss
     if peak_bytes is None and is_fused and config.mode.has_backward:
         peak_bytes, about = FastMemory(config).peak_bytes, "about "

@@ -264,7 +264,9 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     """What of this machine and of the GPUs to be used may put times in doubt, in words."""
     import psutil  # slow to import, and only needed before a measurement
 
-    reasons, load, memory = [], psutil.getloadavg()[0], psutil.virtual_memory()
+    reasons = []
+    load = psutil.getloadavg()[0]
+    memory = psutil.virtual_memory()
     cores = os.cpu_count() or 1
     needed = CORES_OF_A_GPU * len(gpus) if gpus else cores
     if load >= BUSY_CORES and load > cores - needed:

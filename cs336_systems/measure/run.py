@@ -106,7 +106,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     compiled_before = step.compilation()
     watch = Watch(step, progress.profile)
     progress.step, progress.watch = step, watch
-    progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
+    progress.num_parameters = step.num_parameters
+    progress.loss_scale = step.loss_scale()
     activity = _activity_monitor(progress, monitor)
     clock = watch.clock(make_clock(config))
     moments = _end_setup(step, progress)
@@ -277,7 +278,9 @@ def _run_warm_up(
     """Run the steps of the warm-up. Steps that GradScaler skips do not count; steps are added while
     the last one still compiles.
     """
-    config, wanted, taken = progress.config, progress.config.warmup_steps, 0
+    config = progress.config
+    wanted = config.warmup_steps
+    taken = 0
     while taken < wanted:
         if taken == wanted - 1:
             _settle(progress, monitor)
@@ -370,7 +373,8 @@ def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTime
     times, loss = step(clock)
     value = loss.item()
     progress.losses.append(value if math.isfinite(value) else None)
-    last, progress.loss_scale = progress.loss_scale, step.loss_scale()
+    last = progress.loss_scale
+    progress.loss_scale = step.loss_scale()
     return times, last is None or progress.loss_scale is None or progress.loss_scale >= last
 
 
@@ -428,7 +432,8 @@ def _telemetry(
     """The GPU's state before and after the measured steps, and the energy of one step."""
     if monitor is None or progress.state_before is None:
         return None
-    energy, after = monitor.energy_j(), monitor.state()
+    energy = monitor.energy_j()
+    after = monitor.state()
     steps = len(progress.measured) + progress.skipped_steps
     per_step = None if energy is None or energy_before is None else (energy - energy_before) / steps
     return Telemetry(before=progress.state_before, after=after, energy_per_step_j=per_step)

@@ -167,7 +167,8 @@ class OverlapDDP(NaiveDDP):
                 if bucket.averaging is None:
                     raise RuntimeError(OTHER_GRADIENTS)
                 bucket.averaging.wait()
-                bucket.averaging, bucket.num_missing = None, len(bucket.leaves)
+                bucket.averaging = None
+                bucket.num_missing = len(bucket.leaves)
         else:
             super()._average(leaves)
             self._agree()

@@ -109,7 +109,8 @@ class LossModule(nn.Module):
 
 def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call the result like the loss. The process group must exist."""
-    module, model = LossModule(trainable), _with_copies(trainable)
+    module = LossModule(trainable)
+    model = _with_copies(trainable)
     compute_dtype = torch.bfloat16 if config.precision is Precision.BF16 else None
     leaves = leaves_of(model, shares=config.shard_optimizer) if model else None
     # in training the fast model's optimizer adds up the gradients of all ranks

@@ -210,7 +210,8 @@ def size_text(config: RunConfig) -> str:
         return name
     if config.size != "custom":
         name = f"{name} {config.size}"
-    words, usual = [name], usual_settings(config)
+    words = [name]
+    usual = usual_settings(config)
     for field in fields(config.model):
         value = getattr(config.model, field.name)
         if not _setting(field.name).binds_own_model and value != usual[field.name]:
@@ -230,7 +231,8 @@ def without_unused(rows: Sequence[Identity]) -> list[str]:
     names = list(rows[0]) if rows else []
     used = set()
     for name in names:
-        setting, values = _setting(name), {row.get(name) for row in rows}
+        setting = _setting(name)
+        values = {row.get(name) for row in rows}
         is_always_there = setting.csv_place is not None or setting.always_in_csv
         if is_always_there or values - {None, _DEFAULTS.get(name)}:
             used.add(name)

@@ -163,7 +163,8 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
 
 def data_sheet_curves(device: DeviceSpec) -> Curves:
     """Times of a device that reaches as much of its data sheet as the REFERENCE does."""
-    reference, source = NO_CEILINGS_HERE.curves(REFERENCE), find_device(REFERENCE)
+    reference = NO_CEILINGS_HERE.curves(REFERENCE)
+    source = find_device(REFERENCE)
     assert reference is not None
     assert source is not None
     return transferred_curves(reference, source, device)

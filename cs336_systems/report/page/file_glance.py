@@ -94,7 +94,8 @@ def _tiles(entry: Explained) -> Iterator[Tile]:
 
 def _of_snapshot(entry: MemoryEntry) -> Glance:
     """How much memory there was and of what, and what was asked for in vain."""
-    profile, failure = entry.profile, entry.profile.work.first_failure
+    profile = entry.profile
+    failure = profile.work.first_failure
     answer, more = _in_words(answer_of_memory(profile))
     tiles = [
         Tile("peak", size(profile.peak.allocated_bytes), "allocated at most"),

@@ -125,7 +125,9 @@ def _machine(
     """The machine as Ray has `listed` it, with its answer to `describe`, and whether the sweep
     uses it.
     """
-    node, refused, count = None, None, count_devices(listed, device)
+    node = None
+    refused = None
+    count = count_devices(listed, device)
     try:
         node = msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None)
         refused = "it has no NVIDIA GPU" if node is None else needs.why_left_out(node)

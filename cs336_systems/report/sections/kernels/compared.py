@@ -232,7 +232,8 @@ def _mean(times_s: Sequence[float]) -> float:
 def _step_words(what: str, a_s: Sequence[float], b_s: Sequence[float]) -> tuple[str, str]:
     """Whether B's is longer as one word, and in words with the times."""
     a, b = _mean(a_s), _mean(b_s)
-    compared, times = _compared(a_s, b_s), f"{ms(a)} in A, {ms(b)} in B"
+    compared = _compared(a_s, b_s)
+    times = f"{ms(a)} in A, {ms(b)} in B"
     by = f"{ms(abs(b - a))} ({percent_of(abs(b - a), a)})"
     way = "longer" if b > a else "shorter"
     if compared is not None and compared.verdict is not Verdict.CANNOT_TELL:

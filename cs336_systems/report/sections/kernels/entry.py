@@ -101,7 +101,8 @@ class Explained:
         """The span of the step, or of one phase. The clock timed no warm-up steps, and no file
         without steps.
         """
-        profile, name = self.profile, phase or Phase.STEP
+        profile = self.profile
+        name = phase or Phase.STEP
         clock_s = None
         if name in set(Phase) and not profile.is_warmup and not profile.is_whole_trace:
             clock_s = self.clock_s(Phase(name), self.plain)

@@ -125,7 +125,8 @@ class _Findings(Verdict):
         parts: list[str] = []
         numbers: dict[str, float] = {}
         for kind in step_kinds(self.profile):
-            steps, mean_s = len(kind.steps), sum(kind.of(walls_s)) / len(kind.steps)
+            steps = len(kind.steps)
+            mean_s = sum(kind.of(walls_s)) / len(kind.steps)
             parts.append(f"{steps} {kind.name} of {ms(mean_s)}")
             numbers |= {f"{kind.name} steps": steps, f"{kind.name} mean": mean_s}
         if parts:
@@ -232,7 +233,8 @@ class _Findings(Verdict):
             cause = "an .item(), a .cpu() or a print of a tensor"
             if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
-            times, gain = self.count(count, "time"), calls_gain_s(self.entry, calls)
+            times = self.count(count, "time")
+            gain = calls_gain_s(self.entry, calls)
             idles = ""
             if lost_s:
                 idles = f", after which the GPU idles {self.ms(lost_s)} until the next launch"
@@ -350,7 +352,8 @@ class _Findings(Verdict):
         precision.
         """
         kernels = [kernel for kernel in self.kernels if is_full_precision(kernel)]
-        full_s, faster = added(kernels).total_s, self.faster(kernels)
+        full_s = added(kernels).total_s
+        faster = self.faster(kernels)
         whole_s = self.kernel_s
         if self.profile.copies:
             whole_s += self.copies_s
