@@ -29,6 +29,11 @@ OUR_MODEL = needs(
     lambda run: run.model_factory is None,
     "--model {config.model_factory!r}",
 )
+OWN_MODEL = needs(
+    "your own model, as in --model package.module:factory",
+    lambda run: run.model_factory is not None,
+    "none",
+)
 NOT_OF_A_MODULE = "{flag} must be package.module:Class, got "
 BF16 = needs(
     "--precision bf16",

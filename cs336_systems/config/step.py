@@ -5,7 +5,15 @@ from typing import Annotated
 
 from ..choices import CompileMode, Device, LossKind, Mode, OptimizerKind, Precision, Profiler
 from ..model_file import is_model_file
-from ..rules import GRADIENTS, NOT_OF_A_MODULE, OUR_MODEL, UNSCALED, is_import_name, needs
+from ..rules import (
+    GRADIENTS,
+    NOT_OF_A_MODULE,
+    OUR_MODEL,
+    OWN_MODEL,
+    UNSCALED,
+    is_import_name,
+    needs,
+)
 from ..settings import ByDevice, Rule, Setting, shortcut
 from ..shapes import SIZES, ModelConfig
 
@@ -277,13 +285,7 @@ class StepSettings:
             "forward is given `targets` (the next tokens) or `labels` (the tokens).",
             word="loss",
             note="loss of the {}",
-            rules=(
-                needs(
-                    "your own model, as in --model package.module:factory",
-                    lambda run: run.loss is LossKind.CROSS_ENTROPY or run.model_factory is not None,
-                    "none",
-                ),
-            ),
+            rules=(OWN_MODEL,),
         ),
     ] = LossKind.CROSS_ENTROPY
     module_depth: Annotated[
@@ -293,13 +295,7 @@ class StepSettings:
             least=0,
             label=6,
             note="modules to depth {}",
-            rules=(
-                needs(
-                    "your own model, as in --model package.module:factory",
-                    lambda run: run.model_factory is not None,
-                    "none",
-                ),
-            ),
+            rules=(OWN_MODEL,),
             without_cost=True,
         ),
     ] = MODULE_DEPTH

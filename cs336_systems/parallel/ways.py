@@ -17,23 +17,15 @@ from ..model.optimizer import make_optimizer
 from ..model.trainable import Trainable
 from ..model.user_code import own_way
 from .collectives import take_from_rank_0
-from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
+from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, Wrapper
 from .fast_sharded import CopyFSDP, ShardedMasterAdamW
 from .fully_sharded import FSDP
 from .packs import leaves_of, with_received
 from .sharded_optimizer import ShardedOptimizer
 
 
-class _TorchWay(nn.Module):
+class _TorchWay(Wrapper):
     """A wrapper of PyTorch's."""
-
-    module: nn.Module
-    is_accumulating = False
-    """Whether another backward pass follows before the optimizer."""
-
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        """Call the wrapped module."""
-        return self.module(*inputs, **named_inputs)
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing: the gradients are averaged when backward returns."""

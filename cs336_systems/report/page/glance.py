@@ -31,7 +31,7 @@ from ..sections.kernels.limits import Limit, limit_of
 from ..sections.kernels.tables import phase_rows
 from ..sections.ladder import RungResult
 from ..sections.ladder import findings as ladder_findings
-from ..sections.memory.bars import CATEGORIES, peak_bar, peak_charts
+from ..sections.memory.bars import peak_charts
 from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import findings as memory_findings
 from ..sections.memory.words import check_words, size
@@ -39,7 +39,7 @@ from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
 from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant
 from .blocks import Bars, Glance, Tile, bars_of
 from .directory import Directory
-from .file_glance import glance_of_file
+from .file_glance import bars_of_peak, glance_of_file
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in
@@ -159,8 +159,7 @@ def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
     """Bars of what each peak of memory consists of, by category."""
     for chart in peak_charts(entries):
         return bars_of(chart)
-    bar = peak_bar("peak", entries[0])
-    return [Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")]
+    return [bars_of_peak(entries[0])]
 
 
 def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
