@@ -270,18 +270,20 @@ def are_on_disk(sides: Sequence[str]) -> bool:
     """Whether the sides are records, not flags; raise UsageError for a side that is neither, and
     for one of each.
     """
-    exist = [_exists(side) for side in sides]
-    for side, exists in zip(sides, exist, strict=True):
+    exist = set()
+    for side in sides:
+        exists = _exists(side)
+        exist.add(exists)
         if not exists and side.strip() and not side.strip().startswith("-"):
             raise UsageError(
                 f"{side}: no such file or directory; needed one, or flags of cs336 benchmark"
             )
-    if exist[0] != exist[1]:
+    if len(exist) > 1:
         raise UsageError(
             "A and B must both be directories of finished sweeps, both files of traces or "
             "snapshots, or both flags of cs336 benchmark in quotes"
         )
-    return exist[0]
+    return exists
 
 
 def are_of_strangers(paths: Sequence[Path]) -> bool:

@@ -253,9 +253,10 @@ def _warn_of_others(progress: Progress, others: int) -> None:
 
 def _activity_monitor(progress: Progress, monitor: GpuMonitor | None) -> ActivityMonitor:
     """What reads the GPU's counters; it reads none under a profiler, which may use them."""
-    is_counted = monitor is not None and progress.config.profiler is Profiler.NONE
-    gpu = progress.gpu if is_counted else None
-    return ActivityMonitor(None if gpu is None else gpu.uuid)
+    gpu = progress.gpu
+    if gpu is None or monitor is None or progress.config.profiler is not Profiler.NONE:
+        return ActivityMonitor(None)
+    return ActivityMonitor(gpu.uuid)
 
 
 def _warm_up(

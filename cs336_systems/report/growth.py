@@ -70,8 +70,8 @@ def growths(before: Costs, now: Costs) -> list[Growth]:
     grown = []
     for quantity in QUANTITIES:
         old, new = before.get(quantity, {}), now.get(quantity, {})
-        totals = total(old), total(new)
-        if totals[1] <= totals[0] * (1 + NOISE[quantity]):
+        total_before, total_now = total(old), total(new)
+        if total_now <= total_before * (1 + NOISE[quantity]):
             continue
         more = Counter[str](new)
         for part, amount in old.items():
@@ -81,8 +81,8 @@ def growths(before: Costs, now: Costs) -> list[Growth]:
         module = _innermost(more)
         growth = Growth(
             quantity=quantity,
-            before=totals[0],
-            now=totals[1],
+            before=total_before,
+            now=total_now,
             module=module,
             cause=_cause(more, module),
         )

@@ -318,7 +318,7 @@ def _of_one_memory_profile(entry: MemoryEntry) -> Headline:
     if more:
         return text, more
     # the sentence about the peak goes on with what the bar shows
-    peak, _, _ = text.partition("; ")
+    peak = text.partition("; ")[0]
     return f"{peak.rstrip('.')}.", ""
 
 
