@@ -185,7 +185,10 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
     cells = {}
     for name, value in shown.items():
         setting = SETTINGS.get(name, Setting())
-        if column := name if setting.column is None else setting.column:
+        column = setting.column
+        if column is None:
+            column = name
+        if column:
             text = str(value) if isinstance(value, StrEnum) else value
             cells[column] = setting.cells.get(value, text)
     return cells
