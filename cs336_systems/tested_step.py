@@ -97,7 +97,7 @@ class TestedStep:
         return sum(self.costs[quantity].values())
 
     def peak_gib(self, device_name: str | None = None) -> float:
-        """The peak of allocated memory, as `cs336 account` foretells it for a Hopper GPU; others
+        """The peak of allocated memory, as `cs336 account` forecasts it for a Hopper GPU; others
         need up to 48 MiB less. Raise ValueError for a device that no data sheet has.
         """
         # an H100 may be one of several, which all allocate the same

@@ -165,7 +165,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other, and for
-        steps of which no layout is foretold, and TorchError if that takes a trace.
+        steps of which no layout is forecast, and TorchError if that takes a trace.
         """
         usual: dict[str, Any] = {
             "size": "small",
@@ -304,7 +304,7 @@ def _fast_step(
 def _why_no_fp8(
     recipe: Recipe, config: RunConfig, name: str, device: DeviceSpec | None, curves: Curves
 ) -> str:
-    """Why such a step is not foretold in fp8; empty if it is."""
+    """Why such a step is not forecast in fp8; empty if it is."""
     if config.compile is not CompileMode.NONE:
         return "compiled blocks have their casts to fp8 within other kernels: leave --compile out"
     if config.precision is not Precision.BF16:
