@@ -20,6 +20,11 @@ class Mode(StrEnum):
     FORWARD_BACKWARD = "forward-backward"
     TRAIN = "train"
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+
 
 class Phase(StrEnum):
     """A part of a step that has its own time; STEP is the whole, by the host's clock."""

@@ -37,9 +37,9 @@ GROUPS = {
         "memory": "Say where the memory of recorded steps went; files of any program.",
         "report": "Write tables, pictures and pages of finished runs again.",
     },
-    "Foretell": {
+    "Forecast": {
         "account": "Say what a step costs without running it, and whether it fits.",
-        "plan": "Say what training takes: does it fit, how long, how much, which layout.",
+        "plan": "Say whether a training fits, how long it takes, what it costs, in which layout.",
     },
 }
 """The subcommands of `cs336`, by what they are for."""
@@ -61,6 +61,11 @@ NO_CHATTER = "6"
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 
 
+def _words(argv: Sequence[str] | None) -> list[str]:
+    """These words of a command line; without any, those that the program was started with."""
+    return list(sys.argv[1:] if argv is None else argv)
+
+
 def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
     """Turn what `main` raises into one line on standard error and an exit status."""
 
@@ -68,7 +73,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         guard_outputs()
         os.environ.setdefault("KINETO_LOG_LEVEL", NO_CHATTER)
-        if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+        if _words(argv) == ["--version"]:
             print(f"cs336-systems-benchmark {__version__}")
             return OK
         try:
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its
     arguments.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _words(argv)
     if words[:1] == [HELP_WORD]:
         words = [*words[1:2], "--help"]
     if not words:
@@ -136,7 +141,7 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     from .commands.parse import flag_names, in_flags, parse
 
     arguments = _arguments(name)
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _words(argv)
     # a file of that name may be meant, as in `cs336 kernels help`
     if words == [HELP_WORD] and not Path(HELP_WORD).exists():
         words = ["--help"]

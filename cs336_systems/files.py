@@ -86,11 +86,17 @@ def read_json(
     of earlier versions are read too, unless `if_older` says what the user should do instead. `data`
     is the content, if the caller has it already.
     """
-    if data is None and (problem := why_no_file(path)) is not None:
-        raise error(path, f"{problem}; needed {what}, in JSON")
-    if (size := path.stat().st_size if data is None else len(data)) > max_bytes:
+    if data is None:
+        problem = why_no_file(path)
+        if problem is not None:
+            raise error(path, f"{problem}; needed {what}, in JSON")
+        size = path.stat().st_size
+    else:
+        size = len(data)
+    if size > max_bytes:
         raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
-    data = path.read_bytes() if data is None else data
+    if data is None:
+        data = path.read_bytes()
     try:
         file_version = msgspec.json.decode(data, type=_Versioned).format_version
         if file_version != version:
@@ -168,7 +174,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            error.filename2 = None
         raise
 
 

@@ -29,6 +29,11 @@ OUR_MODEL = needs(
     lambda run: run.model_factory is None,
     "--model {config.model_factory!r}",
 )
+OWN_MODEL = needs(
+    "your own model, as in --model package.module:factory",
+    lambda run: run.model_factory is not None,
+    "none",
+)
 NOT_OF_A_MODULE = "{flag} must be package.module:Class, got "
 BF16 = needs(
     "--precision bf16",
@@ -51,8 +56,11 @@ WHOLE_GRADIENTS = needs(
     lambda run: run.parallel is not Parallel.NONE and not run.parallel.shards_parameters,
     "--parallel {config.parallel}",
 )
-
-
+GRADIENTS = needs(
+    "gradients, so --mode forward-backward or train",
+    lambda run: run.mode.has_backward,
+    "--mode {config.mode}",
+)
 TRAINING = needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}")
 ON_GPU = needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}")
 SDPA = needs(

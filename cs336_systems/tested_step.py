@@ -24,9 +24,9 @@ from .costs.step_costs import Costs, KeptCosts, has_uncounted_flops, step_costs
 from .costs.traces import is_at_hand, own_parameters, tape_of, trace_missing, why_untraced
 from .measure.inputs import parameters_of
 from .record import RunRecord, Status
+from .report.words import GIB
 from .torch_needed import torch_version
 
-GIB = 2**30
 LIMITED = ("peak_gib", "saved_gib", "flops", "operations")
 PROCESSES = 5
 """Fresh processes of a side whose times are compared."""
@@ -97,7 +97,7 @@ class TestedStep:
         return sum(self.costs[quantity].values())
 
     def peak_gib(self, device_name: str | None = None) -> float:
-        """The peak of allocated memory, as `cs336 account` foretells it for a Hopper GPU; others
+        """The peak of allocated memory, as `cs336 account` forecasts it for a Hopper GPU; others
         need up to 48 MiB less. Raise ValueError for a device that no data sheet has.
         """
         # an H100 may be one of several, which all allocate the same

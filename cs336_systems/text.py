@@ -69,8 +69,10 @@ def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
     """`show(text)`, or that of the text's beginning and end where the whole would be longer than
     `longest`.
     """
-    if len(text) <= longest and len(whole := show(text)) <= longest:
-        return whole
+    if len(text) <= longest:
+        whole = show(text)
+        if len(whole) <= longest:
+            return whole
     room = longest - len(_left_out(len(text)))
     first, last = room - room // 3, room // 3
     head, tail = text[:first], text[len(text) - last :]

@@ -99,8 +99,9 @@ def import_failure(
     """
     answer = _read_answer(module)
     if answer is not None:
-        is_usable = answer == CAN_BE_IMPORTED
-        return None if is_usable else f"{answer} (as {_kept_answer(module)} says)"
+        if answer == CAN_BE_IMPORTED:
+            return None
+        return f"{answer} (as {_kept_answer(module)} says)"
     unknown = [other for other in others if other != module and _read_answer(other) is None]
     modules = [module, *unknown]
     names = " and ".join(name.rpartition(".")[2] for name in modules)

@@ -27,7 +27,7 @@ from cs336.commands.configure import config_of, one_precision
 from cs336.commands.parse import parse
 from cs336.commands.sweep import SweepArguments
 from cs336.config import Device
-from cs336.record import load_records
+from cs336.record import WarningCode, load_records
 from cs336.report.terminal import print_run
 from cs336.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, ROOT
@@ -76,6 +76,13 @@ def test_every_document_of_docs_is_in_the_navigation() -> None:
     assert len({*listed}) == len(listed)
     assert {name_of(path) for path in ROOT.glob("docs/*.md")} < {*listed}
     assert [name for name in listed if not (ROOT / name).is_file()] == []
+
+
+def test_every_warning_is_explained() -> None:
+    told = (ROOT / "docs" / "METHOD.md").read_text()
+    # no run is warned of other programs on the CPU any more
+    codes = {*WarningCode} - {WarningCode.CPU_SHARED}
+    assert [code for code in codes if f"`{code}`" not in told] == []
 
 
 # Commands

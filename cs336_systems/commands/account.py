@@ -24,6 +24,7 @@ from ..costs.ranks_time import Links
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes
+from ..report.words import GIB
 from ..studies.ceilings_files import (
     FILE_NAME,
     Ceilings,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ..report.section import Section
     from ..report.sections.account import Account
 
-GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")
 
 
@@ -83,11 +83,14 @@ class ForecastArguments(flags.OutputArguments):
         is meant; if there is none, or ceilings are asked for, their only device. Both are None if
         neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
         """
-        name, known, gpu = self.device_name, ceilings.device_names, first_gpu()
+        name = self.device_name
+        known = ceilings.device_names
+        gpu = first_gpu()
         if name is not None:
             meant = [device for device in known if device == bare_name(name)]
             for names in (ceilings.measured_names, known):
-                meant = meant or [device for device in names if is_short_for(name, device)]
+                if not meant:
+                    meant = [device for device in names if is_short_for(name, device)]
         elif self.ceilings is not None or gpu is None:
             meant = ceilings.measured_names
         else:
@@ -97,7 +100,8 @@ class ForecastArguments(flags.OutputArguments):
         sheet = device_meant(name)
         if sheet is None:
             return None, None
-        return next((device for device in sheet.names if device in known), sheet.names[0]), sheet
+        in_ceilings = [device for device in sheet.names if device in known]
+        return (in_ceilings or sheet.names)[0], sheet
 
 
 @flags.with_flags(
@@ -124,28 +128,29 @@ class AccountArguments(flags.Flags, ForecastArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
-    The numbers are those of an eager step on a GPU, of one with --fast, or of one with --compile
-    default; computing them needs no GPU, and torch only for steps whose trace does not come with
-    the program. For a compiled one inductor compiles a few blocks for a GPU that is not there,
-    which takes about half a minute; FLOPs and bytes by part stay those of the eager step.
-    With --fit each batch that is tried is compiled, which takes minutes the first time, and the
-    longest context is not searched.
-    Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
-    are those of one rank: the one that keeps most.
+    The numbers are those of a step on a GPU: eager, with --fast, or with --compile default. No GPU
+    is needed, and torch only for steps whose trace does not come with the program. Memory is
+    predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel the numbers are
+    those of the rank that keeps most.
+
+    With --compile default, inductor compiles a few blocks for a GPU that is not there, which takes
+    about half a minute. FLOPs and bytes by part stay those of the eager step. With --fit each batch
+    that is tried is compiled, which takes minutes the first time, and the longest context is not
+    searched.
     """
 
     mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
     fast: flags.Switch = False
-    """The same step in the fastest way known for the GPU, in bf16; with --fp8, linear layers of
-    blocks in fp8. Checkpoints are those that are asked for.
+    """Forecast the fastest known way to compute the same step, in bf16; with --fp8, linear layers
+    of blocks in fp8. Blocks are checkpointed only if asked for.
     """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
     fit: flags.Switch = False
-    """Say the largest batch, and the longest context, that fit; of a compiled step the batch."""
+    """Say the largest batch and the longest context that fit; of a compiled step only the batch."""
     memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
-    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
-    smallest; of a GPU that is not here, that of its data sheet.
+    """Memory that programs can use, for --fit (GiB). The default is that of the smallest GPU here,
+    or of the data sheet of a GPU that is not here.
     """
     details: flags.Switch = False
     """Show all tables: FLOPs and bytes by part, collectives, time by phase, checkpoints, and what
@@ -176,8 +181,7 @@ class AccountArguments(flags.Flags, ForecastArguments):
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
-        if self.top < 1:
-            raise ValueError(f"--top must be at least 1, got {self.top}")
+        flags.check_top(self.top)
         if self.memory_gib is not None and not 0 < self.memory_gib < 1e6:
             raise ValueError(
                 f"--memory-gib must be positive and below a million, got {self.memory_gib}"

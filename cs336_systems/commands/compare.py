@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments(flags.MeasuringArguments):
-    """Say which of two configurations is faster, slower, or that one cannot tell; or the same of
-    two sweeps.
+    """Say which of two configurations, sweeps or files is faster, or that one cannot tell.
 
-    A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their
+    A and B may be flags of `cs336 benchmark` in quotes, such as "--size small --no-ranges". Their
     runs are interleaved A B B A, every one a fresh process, and the verdict rests on the
-    differences of neighbours. Or they are directories of finished sweeps: each configuration has a
-    row with its own verdict. Rows are matched by all settings but those in which the sweeps differ
-    throughout. Steps of unequal work are compared by tokens per second.
+    differences of neighbours.
 
-    Or they are files of any programs: two traces of torch.profiler, reports of nsys or profiles
-    that `cs336 kernels` has kept, by phase, class, module and kernel; or two memory snapshots, by
+    They may be directories of finished sweeps. Each configuration has a row with its own verdict.
+    Rows are matched by all settings but those in which the sweeps differ throughout. Steps of
+    unequal work are compared by tokens per second.
+
+    They may be files of any programs. Traces of torch.profiler, reports of nsys and profiles that
+    `cs336 kernels` has kept are compared by phase, class, module and kernel; memory snapshots by
     category, line of code and pool. The differences add up to that of the whole.
 
     What is measured is written as tables and as a page (index.html), which `cs336 report` makes
@@ -64,7 +65,7 @@ class CompareArguments(flags.MeasuringArguments):
     a_against_a: flags.Switch = False
     """Allow equal sides, which show how much the machine scatters."""
     repeats: int = 5
-    """Fresh processes of each."""
+    """Fresh processes of A, and as many of B."""
     allow_mixed: flags.Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model, token file
     or warm-up.
@@ -72,7 +73,7 @@ class CompareArguments(flags.MeasuringArguments):
     name: Annotated[str | None, flags.unset("NAME", "made of A and B")] = None
     """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     top: int = 10
-    """Most parts of files that a table lists."""
+    """Most rows of a table about files."""
     json: flags.Switch = False
     """Print the difference of files as JSON."""
     output: Annotated[Path | None, flags.unset("DIR", "data; for files nothing is written")] = None
@@ -97,7 +98,8 @@ def run(arguments: CompareArguments) -> int:
     names = _names(arguments)
     if names is None:
         return OK
-    results, records = None, list[Sequence[RunRecord]]()
+    results = None
+    records = list[Sequence[RunRecord]]()
     if are_on_disk(names):
         paths = [Path(name) for name in names]
         _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
@@ -131,8 +133,7 @@ def run(arguments: CompareArguments) -> int:
 
 def _compare_files(arguments: CompareArguments, paths: Sequence[Path]) -> int:
     """Say in what the files of any programs differ."""
-    if arguments.top < 1:
-        raise UsageError(f"--top must be at least 1, got {arguments.top}")
+    checked(flags.check_top, arguments.top)
     if arguments.formats and arguments.output is None:
         raise UsageError(f"--{arguments.formats[0]} needs --output, the directory to write to")
     from ..report.section import all_tables
@@ -256,8 +257,8 @@ def _show(compared: "Compared", page: Path | None) -> int:
 
 
 def is_side(word: str, words: Sequence[str]) -> bool:
-    """Whether a word is one side of a comparison given as flags of benchmark.py: several flags in
-    quotes, or one that `compare` itself does not have.
+    """Whether a word is one side of a comparison given as flags: several in quotes, or
+    one that `compare` itself does not have.
     """
     names = flag_names(BenchmarkArguments)
     flags = {flag_of(name) for name in names - flag_names(CompareArguments)}
@@ -269,18 +270,20 @@ def are_on_disk(sides: Sequence[str]) -> bool:
     """Whether the sides are records, not flags; raise UsageError for a side that is neither, and
     for one of each.
     """
-    exist = [_exists(side) for side in sides]
-    for side, exists in zip(sides, exist, strict=True):
+    exist = set()
+    for side in sides:
+        exists = _exists(side)
+        exist.add(exists)
         if not exists and side.strip() and not side.strip().startswith("-"):
             raise UsageError(
-                f"{side}: no such file or directory; needed one, or flags of benchmark.py in quotes"
+                f"{side}: no such file or directory; needed one, or flags of cs336 benchmark"
             )
-    if exist[0] != exist[1]:
+    if len(exist) > 1:
         raise UsageError(
             "A and B must both be directories of finished sweeps, both files of traces or "
-            "snapshots, or both flags of benchmark.py in quotes"
+            "snapshots, or both flags of cs336 benchmark in quotes"
         )
-    return exist[0]
+    return exists
 
 
 def are_of_strangers(paths: Sequence[Path]) -> bool:
@@ -308,7 +311,8 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """The configuration that the flags of each side name; raise UsageError for a profiler, and
     for flags of output.
     """
-    configs, devices = [], dict[DeviceChoice, None]()
+    configs = []
+    devices = dict[DeviceChoice, None]()
     for side in sides:
         asked = parse(BenchmarkArguments, "benchmark.py", checked(shlex.split, side))
         config = checked(asked.config)

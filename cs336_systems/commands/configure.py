@@ -147,6 +147,21 @@ def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _switches(fast: RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of NOT_ALONE that were asked for, and what they exclude or allow in the fastest
+    step.
+    """
+    switches = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
+    if asked.get("fp8") or asked.get("selective_checkpoints"):
+        switches.setdefault("fused_activations", False)  # neither can be combined with it
+    if asked.get("fp8"):
+        # what fp8 rounds lets the stream be rounded too
+        switches.setdefault("bf16_stream", fast.fused_blocks)
+    if asked.get("expandable_segments") and fast.is_shared:
+        switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
+    return switches
+
+
 def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     """The run, with the size `UNSIZED` if the user's own factory takes no size but the context;
     raise ValueError for a flag of the model's shape that the factory does not take.
@@ -158,9 +173,12 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     taken = None if config.model_factory is None else parameters_of(config.model_factory)
     if taken is None:
         return config
-    is_file = is_model_file(config.model_factory)
     shape = [name for name in OF_MODEL if name not in ("model_factory", "vocab_size")]
-    sizes = taken.intersection(shape) - ({"attention"} if is_file else set())
+    sizes = taken.intersection(shape)
+    kept = ["vocab_size", "context_length"]
+    if is_model_file(config.model_factory):
+        sizes.discard("attention")
+        kept.append("attention")
     ignored: dict[str, object] = {}
     for name in shape:
         value = getattr(config.model, name)
@@ -181,7 +199,6 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     if sizes:
         return config
     # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
-    kept = ["vocab_size", "context_length", *(["attention"] if is_file else [])]
     settings = {name: getattr(config.model, name) for name in kept}
     return replace(config, size=UNSIZED, model=replace(SIZES["small"], **settings))
 
@@ -278,22 +295,14 @@ def make_fast_config(
         # whether there is anything to compile is known at the end
         if setting.chosen_by_fast and not (name == "compile" and wants_eager):
             _check_choice(name, fast, asked)
-    switches = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
-    if asked.get("fp8") or asked.get("selective_checkpoints"):
-        switches.setdefault("fused_activations", False)  # neither can be combined with it
-    if asked.get("fp8"):
-        # what fp8 rounds lets the stream be rounded too
-        switches.setdefault("bf16_stream", fast.fused_blocks)
-    if asked.get("expandable_segments") and fast.is_shared:
-        switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
+    switches = _switches(fast, asked)
     is_asked = asked.get("compile_blocks") or ("compile" in asked and not wants_eager)
     if asked.get("fp8") and asked.get("selective_checkpoints") and not is_asked:
         fast = fast.with_defaults("compile", "compile_blocks")  # they exclude each other
     fast = replace(fast, **switches)
     was_compiled = fast.compile is not CompileMode.NONE
     if meant.memory_bytes is not None and "checkpoint_blocks" not in asked:
-        keeps_graph = bool(asked.get("cuda_graph"))
-        fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=keeps_graph)
+        fast = with_checkpoints(fast, meant.memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
     if is_asked and was_compiled and fast.compile is CompileMode.NONE:
         raise ValueError(
             "this step fits the GPU only with selective checkpoints, and with those, blocks in fp8 "

@@ -14,8 +14,8 @@ from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
 from .file_page import write_page_of_file
-from .flags import Flat, OutputArguments, RulesFile, Switch, unset
-from .outcome import OK, UsageError, existing, print_page, show, with_statistics
+from .flags import Flat, OutputArguments, RulesFile, Switch, check_top, unset
+from .outcome import OK, UsageError, checked, existing, print_page, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
@@ -60,7 +60,7 @@ class FileArguments(OutputArguments):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
-    """Most kernels, or allocations, that a table lists."""
+    """Most kernels or allocations in a table."""
     json: Switch = False
     """Print JSON instead of tables."""
 
@@ -76,10 +76,11 @@ class KernelsArguments(FileArguments):
 
     FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler
     (.json, .json.gz), or what this command or a sweep has kept of one (profile.json,
-    kernels/*.json). A kernel belongs to the phase in which it was launched, by whatever thread. A
-    trace of a CPU has operators in the place of kernels. Of a run on several ranks, traces beside
-    FILE are read too (rank1_FILE, ...). FILE may be a directory with the traces of all ranks of one
-    run, whatever their names.
+    kernels/*.json). It may be a directory with the traces of all ranks of one run, whatever their
+    names; beside a single FILE, traces named rank1_FILE and so on are read too.
+
+    A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has
+    operators instead of kernels.
     """
 
     NEEDED = (
@@ -223,8 +224,7 @@ def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
 
 def run(arguments: FileArguments) -> int:
     """Read, explain, print, and write where asked."""
-    if arguments.top < 1:
-        raise UsageError(f"--top must be at least 1, got {arguments.top}")
+    checked(check_top, arguments.top)
     if not (arguments.TAKES_DIRECTORY and arguments.file.is_dir()):
         existing(arguments.file, arguments.NEEDED)
     from ..report.progress import StatusLine
@@ -238,7 +238,8 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        results, keep = explanation.results(), explanation.keep
+        results = explanation.results()
+        keep = explanation.keep
         print_page(partial(write_page_of_file, arguments.file, results, keep, arguments.output))
     return OK
 

@@ -30,7 +30,8 @@ def page_directory(path: Path, root: Path = FILES) -> Path:
     for ending in ENDINGS:
         name = name.removesuffix(ending)
     name = plain_word(name)[:MAX_NAME_LENGTH].strip(".-") or "file"
-    directory, number = root / name, 1
+    directory = root / name
+    number = 1
     while directory.exists() and _source_text(directory) != os.fsencode(path.resolve()):
         number += 1
         directory = root / f"{name}-{number}"

@@ -183,7 +183,8 @@ def _flag(
     # the first member of a union such as `str | None`, or the element type of a tuple
     kind = next(iter(get_args(declared_type)), declared_type)
     text = f"{setting.help} {setting.several}" if many and setting.several else setting.help
-    flag = (setting.plural if many else setting.flag) or attribute.name
+    other_name = setting.plural if many else setting.flag
+    flag = other_name or attribute.name
     if isinstance(default, bool):
         annotation: Any = bool if default else Switch
         return flag, Annotated[annotation, tyro.conf.arg(help=text)], default
@@ -200,7 +201,8 @@ def _flag(
         parser: tuple[object, ...] = (choices(kind, many=many),)
         metavar = setting.metavar or None
     else:
-        parser, metavar = (), setting.metavar or kind.__name__.upper()
+        parser = ()
+        metavar = setting.metavar or kind.__name__.upper()
     if many and metavar:
         metavar = f"{metavar} [{metavar} ...]"
     return flag, Annotated[values | None, *parser, unset(metavar, rule, text)], None
@@ -305,6 +307,12 @@ def check_timeout(timeout_s: float) -> None:
     """Raise ValueError for a time that is no limit."""
     if not 0 < timeout_s < float("inf"):
         raise ValueError(f"--timeout-s must be positive and finite, got {timeout_s}")
+
+
+def check_top(top: int) -> None:
+    """Raise ValueError for a table without rows."""
+    if top < 1:
+        raise ValueError(f"--top must be at least 1, got {top}")
 
 
 def check_repeats(repeats: int, least: int = 1) -> None:

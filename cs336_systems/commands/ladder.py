@@ -68,17 +68,17 @@ LADDER_FILE = "ladder.json"
     },
 )
 class LadderArguments(flags.Flags):
-    """Climb from fp32 and eager to the fastest known step, one change at a time, and say what each
-    change is worth.
+    """Go from an eager fp32 step to the fastest known step, one change at a time, and say what each
+    change gains.
 
-    Each rung runs in fresh processes, interleaved with the others, and once more under
-    torch.profiler for the reason. A rung whose losses leave those of the first is marked, and
-    nothing is credited to it. Results go to OUTPUT/ladder/NAME/; the same command again goes on
-    where an interrupted one stopped.
+    A rung is one change, on top of those before it. Each rung runs in fresh processes, interleaved
+    with the others, and once more under torch.profiler, which shows why it is faster. Results go to
+    OUTPUT/ladder/NAME/. To go on with an interrupted ladder, give the same command again.
 
-    Losses are compared over 20 steps: as many must be run, warm-up included. With a larger learning
-    rate, rounding alone drives the losses of large models apart. Rungs that change the inside of
-    the model are left out for --model.
+    Losses are compared over 20 steps, so at least as many must be run, warm-up included. A rung
+    whose losses leave those of the first is marked, and its gain does not count. With a larger
+    learning rate, rounding alone drives the losses of large models apart. Rungs that change the
+    inside of the model are left out for --model.
     """
 
     rungs: Annotated[
@@ -170,7 +170,8 @@ def run(arguments: LadderArguments) -> int:
         raise UsageError(
             "a ladder under nsys would take its times for those of plain runs: leave nsys out"
         )
-    begin, names = partial(_begin, ladder, directory, arguments.measuring.fresh), _names(ladder)
+    begin = partial(_begin, ladder, directory, arguments.measuring.fresh)
+    names = _names(ladder)
     return measure_all(
         configs, directory, arguments.measuring, show=_report, names=names, begin=begin
     )
@@ -180,12 +181,15 @@ def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
     """Write the ladder; raise UsageError if the directory has that of another step, whose tables
     would be lost.
     """
-    file, first = directory / LADDER_FILE, ladder[0].config
-    if not fresh and file.is_file() and (there := read_ladder(file)[0].config) != first:
-        raise UsageError(
-            f"{directory} holds the ladder of another step ({there.label}; this one is "
-            f"{first.label}): choose another --name, or start over with --fresh"
-        )
+    file = directory / LADDER_FILE
+    first = ladder[0].config
+    if not fresh and file.is_file():
+        present = read_ladder(file)[0].config
+        if present != first:
+            raise UsageError(
+                f"{directory} holds the ladder of another step ({present.label}; this one is "
+                f"{first.label}): choose another --name, or start over with --fresh"
+            )
     write_ladder(ladder, file)
 
 

@@ -34,7 +34,8 @@ def explain_cpu_fallback(device: DeviceChoice) -> None:
     """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of
     them is visible.
     """
-    if device == "auto" and (why := why_none_visible()) is not None:
+    why = why_none_visible() if device == "auto" else None
+    if why is not None:
         print_aside(f"note: --device auto takes the CPU: {why}")
 
 

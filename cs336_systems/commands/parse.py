@@ -149,23 +149,27 @@ def _in_a_line(box: str) -> str:
     In the box the error comes first. Below a horizontal rule follow hints: the help of the flag at
     fault.
     """
-    error, hints = list[str](), list[str]()
+    error: list[str] = []
+    hints: list[str] = []
     for row in box.splitlines()[1:-1]:
         text = row.strip("│ ")
         is_rule = len(text) > 3 and set(text) <= set("─-")
         if is_rule and not error:
             continue  # a box drawn in ASCII has a rule above the error too
-        (hints if hints or is_rule else error).append(text)
+        if hints or is_rule:
+            hints.append(text)
+        else:
+            error.append(text)
     message = re.sub(r"^Error parsing (\w+Arguments: )?", "", " ".join(error))
     for theirs, ours in REWORDED.items():
         message = re.sub(theirs, ours, message)
-    flag = message.partition(":")[0]
-    flag_hints = [hint for hint in hints if re.match("--?[a-z]", hint)]
-    if not flag.startswith("-"):
+    if not message.startswith("-"):
         return message
     for pattern, needed in EXPECTED.items():
-        if wrong := re.search(pattern, message):
-            return f"{flag_hints[0]} needs {needed}, got {wrong[1]}"
+        wrong = re.search(pattern, message)
+        if wrong:
+            flag = next(hint for hint in hints if re.match("--?[a-z]", hint))
+            return f"{flag} needs {needed}, got {wrong[1]}"
     return message
 
 

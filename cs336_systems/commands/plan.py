@@ -64,11 +64,11 @@ class PlanArguments(flags.Flags, ForecastArguments):
     """Say what it takes to train a model on many GPUs: whether it fits, how long, how much, and the
     best layouts (data, FSDP, tensor, pipeline, context and expert parallel), time against memory.
 
-    Nothing is run, and no GPU is needed, nor torch but for what has to be traced: --model, a
-    factory or hf:PATH of a configuration file, of whose blocks one of each kind is traced; --fast;
-    and other sizes with --compile default, of which one block and two are compiled for a GPU that
-    is not there. `cs336 plan --size 8B --tokens 1T --gpus 64xH100 --price 2.5`. Without --tokens:
-    one step. The optimizer is fused AdamW, and attention is fused.
+    Without --tokens, one step is planned. The optimizer is fused AdamW, and attention is fused.
+
+    Nothing is run, and no GPU is needed. torch is needed only for what has to be traced: --model
+    (one block of each kind), --fast, and sizes other than the presets with --compile default (one
+    block and two are compiled for a GPU that is not there).
     """
 
     gpus: Annotated[str, flags.unset("[NODES x] N [x NAME]", 8)] = "8"
@@ -80,14 +80,14 @@ class PlanArguments(flags.Flags, ForecastArguments):
     global_batch: Annotated[
         str | None, flags.unset("N", "4M tokens, and for one step 4 sequences a GPU")
     ] = None
-    """What all GPUs take in a step: sequences, such as 1024, or with a letter tokens, such as 4M.
-    Sequences become the nearest multiple that the GPUs can share, and tokens one within 5 % that
-    they can also divide in micro-batches.
+    """Batch of all GPUs in a step: 1024 is sequences, and 4M, with a letter, is tokens. Sequences
+    are rounded to a multiple that the GPUs can share. Tokens change by at most 5 %, so that the
+    GPUs can also divide them in micro-batches.
     """
     budget_gib: Annotated[float | None, flags.unset("GIB", "that of the data sheet")] = None
     """Memory of a GPU (GiB)."""
     days: Annotated[float | None, flags.unset("DAYS", "not asked")] = None
-    """Say how many of such GPUs train in so many days; needs --tokens."""
+    """Say how many of these GPUs the training needs to end in so many days; needs --tokens."""
     network_gb_per_s: Annotated[
         float | None, flags.unset("GB/S", "that of the usual node of such GPUs")
     ] = None
@@ -104,8 +104,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
     Blackwell on). What lies between matmuls is fused, as in Transformer Engine.
     """
     fast: flags.Switch = False
-    """Steps in the fastest way known, as `benchmark --fast` runs them: by one GPU, or by ranks in
-    this program's own ways. Of --fp8, tensor.
+    """Plan steps as `benchmark --fast` runs them, on one GPU, or on ranks by this program's own
+    data parallelism and FSDP. Of --fp8, only tensor.
     """
     model: flags.Flat[PlanModelArguments] = field(default_factory=PlanModelArguments)
     derive: flags.Switch = False
@@ -123,12 +123,15 @@ class PlanArguments(flags.Flags, ForecastArguments):
         match = GPUS.fullmatch(self.gpus.strip())
         count, in_node, name = 0, None, None
         if match is not None:
-            count, name = int(match[1]), match[2]
-        # such as 4090, which is a name
-        is_name = name is None or bool(devices_called(name))
-        if not is_name and (of_node := GPUS.fullmatch(name or "")) is not None:
-            in_node, name = int(of_node[1]), of_node[2]
-            count *= in_node
+            count = int(match[1])
+            name = match[2]
+        # 8x4090 names a GPU, not a node of 4090
+        if name is not None and not devices_called(name):
+            of_node = GPUS.fullmatch(name)
+            if of_node is not None:
+                in_node = int(of_node[1])
+                name = of_node[2]
+                count *= in_node
         if not 1 <= count <= MAX_RANKS:
             raise ValueError(
                 f"--gpus must be a number from 1 to {MAX_RANKS:,}, such as 8, 64xH100 or "
@@ -162,7 +165,7 @@ class PlanArguments(flags.Flags, ForecastArguments):
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other, and for
-        steps of which no layout is foretold, and TorchError if that takes a trace.
+        steps of which no layout is forecast, and TorchError if that takes a trace.
         """
         usual: dict[str, Any] = {
             "size": "small",
@@ -175,8 +178,8 @@ class PlanArguments(flags.Flags, ForecastArguments):
             if given.get("model_factory") is not None:
                 raise ValueError("no plan: --fast is for this project's models")
             given.pop("compile", None)  # it is asked of each step
-        is_ours = not str(given.get("size", "")).lower().startswith("gpt2")
-        if is_ours:
+        is_gpt2 = str(given.get("size", "")).lower().startswith("gpt2")
+        if not is_gpt2:
             usual["context_length"] = self._usual_context(given.get("model_factory"))
         if given.get("compile", CompileMode.NONE) is not CompileMode.NONE:
             if given.get("model_factory") is not None:
@@ -258,8 +261,10 @@ def _training(arguments: PlanArguments, config: RunConfig, ceilings: Ceilings) -
     if memory_bytes is None:
         raise ValueError(f"no data sheet says how much memory {name} has: give --budget-gib")
     recipe = arguments.fp8
-    if recipe is not None and (reason := _why_no_fp8(recipe, config, name, device, curves)):
-        raise ValueError(f"--fp8 {recipe}: {reason}")
+    if recipe is not None:
+        reason = _why_no_fp8(recipe, config, name, device, curves)
+        if reason:
+            raise ValueError(f"--fp8 {recipe}: {reason}")
     fast = None
     if arguments.fast:
         fast = partial(_fast_step, arguments, config, NamedGpu(name, memory_bytes))
@@ -299,7 +304,7 @@ def _fast_step(
 def _why_no_fp8(
     recipe: Recipe, config: RunConfig, name: str, device: DeviceSpec | None, curves: Curves
 ) -> str:
-    """Why such a step is not foretold in fp8; empty if it is."""
+    """Why such a step is not forecast in fp8; empty if it is."""
     if config.compile is not CompileMode.NONE:
         return "compiled blocks have their casts to fp8 within other kernels: leave --compile out"
     if config.precision is not Precision.BF16:

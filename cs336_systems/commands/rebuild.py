@@ -81,7 +81,8 @@ def rebuild_all(
 
     The page of the root lists all others.
     """
-    if not root.is_dir() or not (paths := results_below(root)):
+    paths = results_below(root) if root.is_dir() else []
+    if not paths:
         raise UsageError(
             f"{root}: no results in or below it; needed a sweep's directory, one that holds "
             "several, or the file of a profiler"
@@ -89,7 +90,8 @@ def rebuild_all(
     problems: dict[Path, str] = {}
     rebuilt: list[Directory] = []
     pages: dict[Path, Page] = {}
-    is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
+    is_explained = True
+    ceilings_at = cache(load_ceilings_or_warn)
     for number, path in enumerate(paths):
         try:
             runs = path / RUNS

@@ -56,9 +56,11 @@ def run(arguments: ReportArguments) -> int:
     with StatusLine() as status:
         if is_foreign(path):
             status.reading(path)
-            outcome, page = OK, report_file(path, status, arguments.formats, arguments.rules)
+            outcome = OK
+            page = report_file(path, status, arguments.formats, arguments.rules)
         else:
-            outcome, page = rebuild_all(path, status, arguments.formats, rules), path / PAGE_FILE
+            outcome = rebuild_all(path, status, arguments.formats, rules)
+            page = path / PAGE_FILE
     if arguments.open and page.exists() and not webbrowser.open(page.resolve().as_uri()):
         print_aside(f"note: no browser could be started here; open {page}")
     return outcome

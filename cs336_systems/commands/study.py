@@ -116,7 +116,10 @@ def keep_earlier(present: Path, study: object) -> None:
     """Copy the study that is in the file, if it is another, to one beside it that is named after
     the time; say so.
     """
-    if not present.is_file() or (earlier := present.read_bytes()) == encode_json(study):
+    if not present.is_file():
+        return
+    earlier = present.read_bytes()
+    if earlier == encode_json(study):
         return
     copies = present.parent.glob(f"{present.stem}-before-*{present.suffix}")
     if all(copy.read_bytes() != earlier for copy in copies):
@@ -132,17 +135,18 @@ def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
 
 @with_grid
 class AttentionArguments(StudyArguments):
-    """Time attention alone over head dimensions and context lengths, each way to compute it, and
-    say what it holds.
+    """Time every implementation of attention alone, over head dimensions and context lengths, and
+    say how much memory it holds.
 
-    Without heads, as in the course's exercise. Cells that run out of memory or for which there is
-    no kernel have rows of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw
-    time, tables, plots and index.html.
+    There is one head, as in the course's exercise. Cells that run out of memory or for which there
+    is no kernel have rows of their own. Results go to OUTPUT/attention/NAME/, as JSON with every
+    raw time, tables, plots and index.html.
 
-    --own flash:FlashAttention adds yours, from flash.py in this directory;
-    examples/flex_attention.py of the repository is one. Where it is over 10 times as far from
-    float64 as PyTorch's kernel, it is marked WRONG, its times are in no table, and the exit status
-    is 1. Without a backward (NotImplementedError) only forward is timed. The course's grid for it:
+    Your own is added by --own flash:FlashAttention, from flash.py in this directory;
+    examples/flex_attention.py of the repository is one. If its error against float64 is over 10
+    times that of PyTorch's kernel, it is marked WRONG, its times are in no table, and the exit
+    status is 1. If its backward raises NotImplementedError, only forward is timed. The course's
+    grid for it:
     --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256
     512 1024 2048 4096 8192 16384 32768 65536.
     """
@@ -196,11 +200,11 @@ LAYER_BATCH_SIZE = 4
 @with_grid
 class CeilingsArguments(StudyArguments):
     """Measure what this machine reaches: matrix products by precision and size, memory, launches
-    (also those of a training step), and collectives among several GPUs (--device cpu --world-size
-    6: among processes, over gloo).
+    (also those of a training step), and collectives among several GPUs.
 
-    Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html;
-    other commands take them for the measured ceilings of this device.
+    Forecasts of other commands use these rates for this device. --device cpu --world-size 6
+    measures collectives among processes, over gloo. Results go to OUTPUT/ceilings/NAME/, as JSON
+    with every raw time, tables, plots and index.html.
     """
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
@@ -220,13 +224,13 @@ class CeilingsArguments(StudyArguments):
         tuple[int, ...] | None,
         flags.unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 64 128 on a CPU"),
     ] = None
-    """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
-    collectives (MiB). The largest counts."""
+    """Memory that a copy, a sum and an AdamW step move, and sizes of the tensors of collectives,
+    beside some smaller ones (MiB). The largest gives the rate."""
     step_presets: Annotated[
         tuple[str, ...] | None, flags.unset("[SIZE ...]", "none on a GPU, tiny on a CPU")
     ] = None
-    """Model sizes of whose training steps the matrices of every kernel are measured too, with
-    passes over memory as steps make them: what makes the forecast of times exact for these steps.
+    """Model sizes whose training steps are measured kernel by kernel: all their matrix products
+    and passes over memory. The forecast of the time of these steps is then more exact.
     """
     attention_contexts: Annotated[
         tuple[int, ...] | None,

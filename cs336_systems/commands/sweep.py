@@ -139,7 +139,8 @@ class SweepArguments(flags.Flags):
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = self.device()
         on_gpu = device is Device.CUDA
-        given, grid = self.given(), self._grid(on_gpu)
+        given = self.given()
+        grid = self._grid(on_gpu)
         once = dict.fromkeys(
             config_of(device, given, point, fast=self.fast, many=True) for point in grid
         )
@@ -269,7 +270,8 @@ def _say_what_would_run(arguments: SweepArguments, plan: Plan, directory: Path) 
     """Print the plan, and the machines of a cluster; return the exit status, which says whether
     any machine can measure.
     """
-    machines, curves = _machines(arguments), _curves(arguments, directory)
+    machines = _machines(arguments)
+    curves = _curves(arguments, directory)
     if curves is None and arguments.cluster is None:
         print_aside(
             "note: no times are predicted, as `cs336 ceilings` has not measured this device"

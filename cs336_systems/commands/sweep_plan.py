@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import Device, Mode, Profiler, RunConfig
+from ..config import Device, Profiler, RunConfig
 from ..costs.curves import Curves
 from ..costs.fast_memory import FastMemory
 from ..costs.fit import fits, host_bytes, needs_tape, outside_bytes
@@ -105,9 +105,10 @@ def _predicted(config: RunConfig) -> str:
     """The predicted peak of memory of a step in words; with `--fast` it is computed in closed form,
     without the allocator's rounding.
     """
-    peak_bytes, about = predicted_peak_bytes(config), ""
-    has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    if peak_bytes is None and config.fused_blocks and config.fused_loss and has_backward:
+    peak_bytes = predicted_peak_bytes(config)
+    about = ""
+    is_fused = config.fused_blocks and config.fused_loss
+    if peak_bytes is None and is_fused and config.mode.has_backward:
         peak_bytes, about = FastMemory(config).peak_bytes, "about "
     if peak_bytes is None:
         return ""

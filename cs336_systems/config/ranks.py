@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..choices import CompileMode, Mode, Parallel, Precision, Profiler
+from ..choices import CompileMode, Parallel, Precision, Profiler
 from ..rules import (
+    GRADIENTS,
     NOT_OF_A_MODULE,
     TRAINING,
     UNSCALED,
@@ -46,11 +47,7 @@ class RankSettings(ShortcutSettings):
             word="",
             note="{}",
             rules=(
-                needs(
-                    "gradients, so --mode forward-backward or train",
-                    lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN),
-                    "--mode {config.mode}",
-                ),
+                GRADIENTS,
                 not_with(
                     "--cuda-graph",
                     lambda run: run.cuda_graph,

@@ -168,7 +168,9 @@ class RunConfig(RankSettings):
         """What the mean loss of a micro-batch is divided by before backward: the number of
         micro-batches, and that of ranks which copy gradients to each other, and only add them up.
         """
-        return self.accumulate_steps * (self.ranks if self.parallel.writes_to_others else 1)
+        if self.parallel.writes_to_others:
+            return self.accumulate_steps * self.ranks
+        return self.accumulate_steps
 
     @property
     def tokens_per_step(self) -> int:

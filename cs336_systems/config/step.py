@@ -5,7 +5,15 @@ from typing import Annotated
 
 from ..choices import CompileMode, Device, LossKind, Mode, OptimizerKind, Precision, Profiler
 from ..model_file import is_model_file
-from ..rules import NOT_OF_A_MODULE, OUR_MODEL, UNSCALED, is_import_name, needs
+from ..rules import (
+    GRADIENTS,
+    NOT_OF_A_MODULE,
+    OUR_MODEL,
+    OWN_MODEL,
+    UNSCALED,
+    is_import_name,
+    needs,
+)
 from ..settings import ByDevice, Rule, Setting, shortcut
 from ..shapes import SIZES, ModelConfig
 
@@ -73,11 +81,7 @@ class StepSettings:
             label=4,
             note="{} micro-batches a step",
             rules=(
-                needs(
-                    "gradients, so --mode forward-backward or train",
-                    lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN),
-                    "--mode {config.mode}",
-                ),
+                GRADIENTS,
                 Rule(
                     lambda run: run.parallel.adds_micro_batches,
                     "{flag} cannot be combined with --parallel {config.parallel}, which "
@@ -239,11 +243,10 @@ class StepSettings:
     model_factory: Annotated[
         str | None,
         Setting(
-            "Your own model as package.module:factory, or hf:PATH of a configuration file "
-            "(config.json) from which transformers makes it, with random weights. A factory is "
-            "called with those of "
-            f"{', '.join(size.name for size in fields(ModelConfig))} that its signature names; "
-            "the model it returns maps int64 (batch, sequence) to logits (batch, sequence, "
+            "Your own model: package.module:factory, or hf:PATH of a config.json from which "
+            "transformers makes it with random weights. The factory is called with the arguments "
+            f"that its signature names, of {', '.join(size.name for size in fields(ModelConfig))}. "
+            "Its model maps int64 tokens (batch, sequence) to logits (batch, sequence, "
             "vocabulary).",
             flag="model",
             metavar="MODULE:FACTORY",
@@ -282,13 +285,7 @@ class StepSettings:
             "forward is given `targets` (the next tokens) or `labels` (the tokens).",
             word="loss",
             note="loss of the {}",
-            rules=(
-                needs(
-                    "your own model, as in --model package.module:factory",
-                    lambda run: run.loss is LossKind.CROSS_ENTROPY or run.model_factory is not None,
-                    "none",
-                ),
-            ),
+            rules=(OWN_MODEL,),
         ),
     ] = LossKind.CROSS_ENTROPY
     module_depth: Annotated[
@@ -298,13 +295,7 @@ class StepSettings:
             least=0,
             label=6,
             note="modules to depth {}",
-            rules=(
-                needs(
-                    "your own model, as in --model package.module:factory",
-                    lambda run: run.model_factory is not None,
-                    "none",
-                ),
-            ),
+            rules=(OWN_MODEL,),
             without_cost=True,
         ),
     ] = MODULE_DEPTH

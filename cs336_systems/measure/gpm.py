@@ -107,7 +107,8 @@ class ActivityMonitor:
         elif self._first_s is None:
             if now_s >= self._due_s and not is_end:
                 pynvml.nvmlGpmSampleGet(self._handle, self._first)
-                self._first_s, self._due_s = now_s, now_s + LEAST_SPAN_S
+                self._first_s = now_s
+                self._due_s = now_s + LEAST_SPAN_S
         elif now_s >= self._due_s or (is_end and now_s - self._first_s >= LEAST_SPAN_S):
             pynvml.nvmlGpmSampleGet(self._handle, self._last)
             self._span_s = now_s - self._first_s

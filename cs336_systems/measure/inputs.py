@@ -75,7 +75,8 @@ def source_digest(module: str) -> str | None:
     """
     waiting = _locations(top := module.partition(".")[0])
     root = waiting[0].parent if waiting and waiting[0].parent.name not in _INSTALLED else None
-    digest, known = hashlib.sha256(), {top}
+    digest = hashlib.sha256()
+    known = {top}
     files: dict[str, bytes] = {}
     while waiting:
         for name, source in _sources(waiting.pop(0)):

@@ -99,13 +99,14 @@ def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
     that names a GPU in MIG mode as a whole stands for its first slice.
     """
     if kind == "MIG-":
-        named = {gpu.uuid: gpu for gpu in gpus}
+        by_uuid = {gpu.uuid: gpu for gpu in gpus}
     else:
-        first_slices = {gpu.index: gpu for gpu in reversed(gpus)}
+        # of the slices of one GPU, which have its index, the first is kept
+        whole_gpus = {str(gpu.index): gpu for gpu in reversed(gpus)}
         if not kind:
-            return {str(index): gpu for index, gpu in first_slices.items()}.get(entry)
-        named = {gpu.slice_of or gpu.uuid: gpu for gpu in first_slices.values()}
-    meant = [gpu for uuid, gpu in named.items() if uuid.startswith(entry)]
+            return whole_gpus.get(entry)
+        by_uuid = {gpu.slice_of or gpu.uuid: gpu for gpu in whole_gpus.values()}
+    meant = [gpu for uuid, gpu in by_uuid.items() if uuid.startswith(entry)]
     return meant[0] if len(meant) == 1 and entry.startswith(kind) else None
 
 
@@ -264,7 +265,9 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     """What of this machine and of the GPUs to be used may put times in doubt, in words."""
     import psutil  # slow to import, and only needed before a measurement
 
-    reasons, load, memory = [], psutil.getloadavg()[0], psutil.virtual_memory()
+    reasons = []
+    load = psutil.getloadavg()[0]
+    memory = psutil.virtual_memory()
     cores = os.cpu_count() or 1
     needed = CORES_OF_A_GPU * len(gpus) if gpus else cores
     if load >= BUSY_CORES and load > cores - needed:

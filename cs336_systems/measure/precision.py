@@ -71,12 +71,14 @@ def check_dtypes(precision: Precision, observed: Iterable[tuple[str, torch.dtype
     for what, dtype in observed:
         if dtype.is_floating_point and dtype not in (torch.float32, low):
             expected = " or ".join(dict.fromkeys(map(_word, (torch.float32, low))))
-            asked = [other for other, lower in AUTOCAST_DTYPES.items() if lower is dtype]
-            raise ValueError(
+            message = (
                 f"precision {precision} needs {expected}, got {_word(dtype)} in {what}: make the "
                 "model in float32, and leave torch.set_default_dtype as it was"
-                + (f", or ask for precision {asked[0]}" if asked else "")
             )
+            for other, lower in AUTOCAST_DTYPES.items():
+                if lower is dtype:
+                    message += f", or ask for precision {other}"
+            raise ValueError(message)
 
 
 def _word(dtype: torch.dtype) -> str:

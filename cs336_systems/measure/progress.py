@@ -114,18 +114,19 @@ class Progress:
     def record(self, status: Status) -> RunRecord:
         """What the record of any run has, however it ended."""
         subject = self.subject
+        warmup_times_s = tuple(times.step_s for times in self.warmup)
         return RunRecord(
             config=subject if isinstance(subject, RunConfig) else None,
             loop=subject if isinstance(subject, WatchedLoop) else None,
             status=status,
             started_at=self.started_at,
-            warmup_times_s=tuple(times.step_s for times in self.warmup),
+            warmup_times_s=warmup_times_s,
             losses=tuple(self.losses),
             num_parameters=self.num_parameters,
             environment=environment(subject.device, self.gpu),
             durations=Durations(
                 setup_s=self.setup_s,
-                warmup_s=sum(times.step_s for times in self.warmup),
+                warmup_s=sum(warmup_times_s),
                 measured_s=sum(times.step_s for times in self.measured),
                 total_s=perf_counter() - self.started,
                 waits=tuple(

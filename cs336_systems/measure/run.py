@@ -97,7 +97,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     """Measure this rank's part of the run and return its record; a failure is raised."""
     config = progress.config
     # a machine without enough memory would hardly answer any more, or end any of its processes
-    if model is None and (lacking := lacking_memory(config)) is not None:
+    lacking = lacking_memory(config) if model is None else None
+    if lacking is not None:
         raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
     with compiling_ahead(config):
@@ -105,7 +106,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     compiled_before = step.compilation()
     watch = Watch(step, progress.profile)
     progress.step, progress.watch = step, watch
-    progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
+    progress.num_parameters = step.num_parameters
+    progress.loss_scale = step.loss_scale()
     activity = _activity_monitor(progress, monitor)
     clock = watch.clock(make_clock(config))
     moments = _end_setup(step, progress)
@@ -251,9 +253,10 @@ def _warn_of_others(progress: Progress, others: int) -> None:
 
 def _activity_monitor(progress: Progress, monitor: GpuMonitor | None) -> ActivityMonitor:
     """What reads the GPU's counters; it reads none under a profiler, which may use them."""
-    is_counted = monitor is not None and progress.config.profiler is Profiler.NONE
-    gpu = progress.gpu if is_counted else None
-    return ActivityMonitor(None if gpu is None else gpu.uuid)
+    gpu = progress.gpu
+    if gpu is None or monitor is None or progress.config.profiler is not Profiler.NONE:
+        return ActivityMonitor(None)
+    return ActivityMonitor(gpu.uuid)
 
 
 def _warm_up(
@@ -276,7 +279,9 @@ def _run_warm_up(
     """Run the steps of the warm-up. Steps that GradScaler skips do not count; steps are added while
     the last one still compiles.
     """
-    config, wanted, taken = progress.config, progress.config.warmup_steps, 0
+    config = progress.config
+    wanted = config.warmup_steps
+    taken = 0
     while taken < wanted:
         if taken == wanted - 1:
             _settle(progress, monitor)
@@ -369,7 +374,8 @@ def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTime
     times, loss = step(clock)
     value = loss.item()
     progress.losses.append(value if math.isfinite(value) else None)
-    last, progress.loss_scale = progress.loss_scale, step.loss_scale()
+    last = progress.loss_scale
+    progress.loss_scale = step.loss_scale()
     return times, last is None or progress.loss_scale is None or progress.loss_scale >= last
 
 
@@ -427,7 +433,8 @@ def _telemetry(
     """The GPU's state before and after the measured steps, and the energy of one step."""
     if monitor is None or progress.state_before is None:
         return None
-    energy, after = monitor.energy_j(), monitor.state()
+    energy = monitor.energy_j()
+    after = monitor.state()
     steps = len(progress.measured) + progress.skipped_steps
     per_step = None if energy is None or energy_before is None else (energy - energy_before) / steps
     return Telemetry(before=progress.state_before, after=after, energy_per_step_j=per_step)

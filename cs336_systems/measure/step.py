@@ -145,7 +145,7 @@ class TrainingStep:
             # that of the logits, or autocast's float32
             check_dtypes(self.config.precision, [("the loss", loss.dtype)])
             yield Phase.FORWARD
-            if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+            if mode.has_backward:
                 self.phase = Phase.BACKWARD
                 with annotate(Range.BACKWARD):
                     self.backward(loss)
@@ -318,8 +318,10 @@ def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
         dtype=torch.int64,
         device=config.device.value,
     )
-    asked = config.model.vocab_size
     usual = SIZES.get(config.size, SIZES["tiny"]).vocab_size
+    asked: int | None = config.model.vocab_size
+    if asked == usual:
+        asked = None
     low_precision = autocast(config.precision, config.device)
-    vocab_size = vocabulary_of(model, tokens, low_precision, None if asked == usual else asked)
+    vocab_size = vocabulary_of(model, tokens, low_precision, asked)
     return replace(config, model=replace(config.model, vocab_size=vocab_size))

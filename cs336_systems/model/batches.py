@@ -46,7 +46,8 @@ class FileBatches:
         1) tokens, in pinned memory for a GPU. `rank` chooses this rank's part of every batch.
         """
         assert config.tokens is not None
-        self._config, self._part = config, _part(config, rank)
+        self._config = config
+        self._part = _part(config, rank)
         self._tokens = open_tokens(Path(config.tokens), config.model.context_length)
         self._generator = np.random.default_rng(config.seed)
         on_gpu = config.device is Device.CUDA

@@ -116,7 +116,8 @@ def _check_sizes(name: str, config: Any) -> None:  # noqa: ANN401 (a class of tr
     which they leave out what does not differ.
     """
     values = read_model_file(name)
-    text, model = values.get("text_config", values), config.get_text_config()
+    text = values.get("text_config", values)
+    model = config.get_text_config()
     names = {real: other for other, real in model.attribute_map.items()} | model.attribute_map
     usual, said = {}, 0
     for key, parameter in signature(type(model)).parameters.items():

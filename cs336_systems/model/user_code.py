@@ -203,13 +203,14 @@ def own_loss(model: nn.Module) -> Loss:
         If the argument is not named "targets", it gets the tokens themselves, as models with
         `labels` shift them.
         """
-        output = model(tokens, **{name: targets if name == "targets" else tokens})
-        parts: list[Any] = [output, getattr(output, "loss", None)]
+        argument = targets if name == "targets" else tokens
+        output = model(tokens, **{name: argument})
+        candidates: list[Any] = [output, getattr(output, "loss", None)]
         if isinstance(output, Mapping):
-            parts = [output.get("loss"), *parts]
+            candidates.insert(0, output.get("loss"))
         elif isinstance(output, tuple | list):
-            parts = [*output]
-        for part in parts:
+            candidates = [*output]
+        for part in candidates:
             if isinstance(part, Tensor) and part.ndim == 0:
                 return part
         raise ValueError(

@@ -7,7 +7,7 @@ of rank 0. Later changes of buffers are not exchanged. A parameter without a gra
 on any rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,15 +34,24 @@ class Leaf(NamedTuple):
     """
 
 
-class NaiveDDP(nn.Module):
+class Wrapper(nn.Module):
+    """Calls a module whose gradients are shared among ranks."""
+
+    module: nn.Module
+    is_accumulating = False
+    """Whether another backward pass follows before `finish_gradient_synchronization()`."""
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        """Call the wrapped module."""
+        return self.module(*inputs, **named_inputs)
+
+
+class NaiveDDP(Wrapper):
     """One all-reduce for each parameter, all of them after backward.
 
     `leaves` are the tensors whose gradients are averaged: all parameters, unless the module
     computes with others.
     """
-
-    is_accumulating = False
-    """Whether another backward pass follows before `finish_gradient_synchronization()`."""
 
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
         """Give all ranks the parameters of rank 0; without `leaves`, gradients of all trained
@@ -55,10 +64,6 @@ class NaiveDDP(nn.Module):
         self._leaves = [leaf for leaf in every if leaf.tensor.requires_grad]
         self._are_checked = False
 
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        """Call the wrapped module."""
-        return self.module(*inputs, **named_inputs)
-
     def finish_gradient_synchronization(self) -> None:
         """Average the gradients, or wait for averages in progress; call it between backward and
         the optimizer.
@@ -69,6 +74,13 @@ class NaiveDDP(nn.Module):
             )
             self._are_checked = True
         self._average([leaf for leaf in self._leaves if leaf.tensor.grad is not None])
+
+    def _hook(self, when_ready: Callable[[int], None]) -> None:
+        """Have backward call the function with the number of each leaf whose gradient is ready."""
+        for number, leaf in enumerate(self._leaves):
+            leaf.tensor.register_post_accumulate_grad_hook(
+                lambda _, number=number: when_ready(number)
+            )
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
         """Average the gradients of `leaves`, all of which are present, one after the other."""
@@ -91,10 +103,7 @@ class FlatDDP(NaiveDDP):
         for leaf in leaves:
             if not leaf.shared_elements:
                 by_type.setdefault(leaf.tensor.dtype, []).append(leaf.tensor)
-        flats = [
-            _flatten_dense_tensors([_gradient(tensor) for tensor in group])
-            for group in by_type.values()
-        ]
+        flats = [_flatten_dense_tensors([*map(_gradient, group)]) for group in by_type.values()]
         for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
         for group, flat in zip(by_type.values(), flats, strict=True):
@@ -131,10 +140,7 @@ class OverlapDDP(NaiveDDP):
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
-        for number, leaf in enumerate(self._leaves):
-            leaf.tensor.register_post_accumulate_grad_hook(
-                lambda _, number=number: self._note(number)
-            )
+        self._hook(self._note)
 
     def _note(self, number: int) -> None:
         """Note that the gradient of leaf `number` is ready, and start to average every bucket whose
@@ -170,7 +176,8 @@ class OverlapDDP(NaiveDDP):
                 if bucket.averaging is None:
                     raise RuntimeError(OTHER_GRADIENTS)
                 bucket.averaging.wait()
-                bucket.averaging, bucket.num_missing = None, len(bucket.leaves)
+                bucket.averaging = None
+                bucket.num_missing = len(bucket.leaves)
         else:
             super()._average(leaves)
             self._agree()
@@ -223,10 +230,7 @@ class PushDDP(NaiveDDP):
             rows = [row_from_here(by_rank[other][number], other) for other in self._others]
             self._targets.append([row[: len(part)] for row in rows])
         self._pushes = Pushes(self._leaves[0].tensor.device, waits=True)
-        for number, leaf in enumerate(self._leaves):
-            leaf.tensor.register_post_accumulate_grad_hook(
-                lambda _, number=number: self._push(number)
-            )
+        self._hook(self._push)
 
     def received(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
         """Buffers of a leaf's gradients from the other ranks, each as one axis, in rank order;

@@ -169,7 +169,8 @@ class Copied:
 
 def _check_access() -> None:
     """Raise RuntimeError unless this rank can write to the GPUs of all ranks."""
-    here, visible = torch.cuda.current_device(), torch.cuda.device_count()
+    here = torch.cuda.current_device()
+    visible = torch.cuda.device_count()
     others = [device for device in range(visible) if device != here]
     # a GPU is no peer of itself
     reached = 1 + sum(torch.cuda.can_device_access_peer(here, other) for other in others)
@@ -245,7 +246,8 @@ class CollectiveExchange:
         parts go to `means`.
         """
         options = ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp(self._op), True
+        options.reduceOp = dist.ReduceOp(self._op)
+        options.asyncOp = True
         results = parts.parts_of(means)
         group = c10d._get_default_group()
         return group.reduce_scatter_tensor_coalesced(
@@ -283,7 +285,8 @@ class PeerCopies:
         optimizer adds them.
         """
         self._adds = adds
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_world_size()
         self._others = other_ranks()
         self._pulls, self._pushes = Pushes(device), Pushes(device)
         self._cast: list[tuple[Parts, Tensor]] = []
@@ -350,7 +353,8 @@ class PeerCopies:
         rank's to `means`.
         """
         by_rank = {number: whole.view(self._ranks, -1) for number, whole in wholes.items()}
-        results, targets = parts.parts_of(means), self._targets[id(parts)]
+        results = parts.parts_of(means)
+        targets = self._targets[id(parts)]
         pairs: list[tuple[Tensor, Tensor]] = []
         for other in self._others:
             pairs += [(rows[other], targets[other][number]) for number, rows in by_rank.items()]

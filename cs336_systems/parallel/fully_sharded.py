@@ -103,7 +103,8 @@ class FSDP(nn.Module):
         The order of the units in the last forward tells which to gather first. Without gradients,
         all gathered parameters are freed at the end.
         """
-        self._last_order, self._order = self._order or self._last_order, []
+        self._last_order = self._order or self._last_order
+        self._order = []
         self._in_backward = False
         self._exchange.begin()
         self._rest.gather()

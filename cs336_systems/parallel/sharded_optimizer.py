@@ -31,7 +31,8 @@ class ShardedOptimizer(EagerOptimizer):
         `kwargs` are its hyperparameters.
         """
         self._make, self._settings = optimizer_cls, kwargs
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_world_size()
         self._sizes = [0] * self._ranks
         """Elements that each rank owns."""
         self._owner: dict[nn.Parameter, int] = {}

@@ -249,7 +249,8 @@ class ShardedUnit:
         """Called when backward has computed the gradients of all trained parameters."""
         self.when_allocated: Callable[[str, Tensor], None] | None = None
         """Called with the unit's name and tensor when memory for a gather is allocated."""
-        self._num_trained, self._num_graded = len(trained), 0
+        self._num_trained = len(trained)
+        self._num_graded = 0
         self._gathering: list[Started] = []
         self._reducing: list[Started] = []
         self._is_there = False

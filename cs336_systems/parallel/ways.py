@@ -17,23 +17,15 @@ from ..model.optimizer import make_optimizer
 from ..model.trainable import Trainable
 from ..model.user_code import own_way
 from .collectives import take_from_rank_0
-from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
+from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, Wrapper
 from .fast_sharded import CopyFSDP, ShardedMasterAdamW
 from .fully_sharded import FSDP
 from .packs import leaves_of, with_received
 from .sharded_optimizer import ShardedOptimizer
 
 
-class _TorchWay(nn.Module):
+class _TorchWay(Wrapper):
     """A wrapper of PyTorch's."""
-
-    module: nn.Module
-    is_accumulating = False
-    """Whether another backward pass follows before the optimizer."""
-
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        """Call the wrapped module."""
-        return self.module(*inputs, **named_inputs)
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing: the gradients are averaged when backward returns."""
@@ -109,7 +101,8 @@ class LossModule(nn.Module):
 
 def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call the result like the loss. The process group must exist."""
-    module, model = LossModule(trainable), _with_copies(trainable)
+    module = LossModule(trainable)
+    model = _with_copies(trainable)
     compute_dtype = torch.bfloat16 if config.precision is Precision.BF16 else None
     leaves = leaves_of(model, shares=config.shard_optimizer) if model else None
     # in training the fast model's optimizer adds up the gradients of all ranks

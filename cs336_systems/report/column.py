@@ -76,9 +76,10 @@ class Column:
         """
         if self.text is not None:
             return self.text(row)
-        value, std = row[self.key], row[self.std] if self.std else None
+        value = row[self.key]
         if value is None:
             return str(row[self.instead] or "") if self.instead else ""
+        std = row[self.std] if self.std else None
         is_doubted = bool(self.doubt and row.get(self.doubt))
         if std is not None and value and (is_doubted or not self.derived):
             text = mean_and_std(value * self.scale, std * self.scale)

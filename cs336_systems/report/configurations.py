@@ -138,7 +138,8 @@ def order(subject: Subject) -> tuple[Any, ...]:
     Presets come in the order of their sizes, and values that have names in the order in which they
     are declared. What is not known of a watched loop comes first.
     """
-    settings, sizes = settings_of(subject), list(SIZES)
+    settings = settings_of(subject)
+    sizes = list(SIZES)
     size = settings["size"]
     place = sizes.index(size) if size in sizes else len(sizes)
     return (place, size, *(_rank(settings[name]) for name in _SORTED_BY))

@@ -42,7 +42,8 @@ def difference_section(title: str, parts: Sequence[Part], top: int, amount: Colu
         groups = {f"others ({len(others)})": others, **groups}
     listed = list(parts[:top])
     for group, members in groups.items():
-        of_a, of_b = [part.a for part in members], [part.b for part in members]
+        of_a = [part.a for part in members]
+        of_b = [part.b for part in members]
         listed.append(Part(group, sum(of_a, Amount()), sum(of_b, Amount())))
     table = make_table(title, _columns(amount), [_row(part, amount) for part in listed])
     name = "_".join(title.partition(",")[0].lower().split())

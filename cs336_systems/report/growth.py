@@ -69,20 +69,22 @@ def growths(before: Costs, now: Costs) -> list[Growth]:
     renamed = _renamed(before, now)
     grown = []
     for quantity in QUANTITIES:
-        old, new = before.get(quantity, {}), now.get(quantity, {})
-        totals = total(old), total(new)
-        if totals[1] <= totals[0] * (1 + NOISE[quantity]):
+        old = before.get(quantity, {})
+        new = now.get(quantity, {})
+        total_before, total_now = total(old), total(new)
+        if total_now <= total_before * (1 + NOISE[quantity]):
             continue
         more = Counter[str](new)
         for part, amount in old.items():
+            # the part as it is named now
             module = module_of(part)
             more[renamed.get(module, module) + part[len(module) :]] -= amount
         more = Counter({part: more[part] for part in more if not part.endswith(WORKSPACE)})
         module = _innermost(more)
         growth = Growth(
             quantity=quantity,
-            before=totals[0],
-            now=totals[1],
+            before=total_before,
+            now=total_now,
             module=module,
             cause=_cause(more, module),
         )

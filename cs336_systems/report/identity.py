@@ -154,9 +154,12 @@ def settings_of(subject: Subject) -> dict[str, Any]:
 
 def usual_settings(subject: Subject) -> dict[str, Any]:
     """The default values of all settings for a run of this size."""
-    of_run, of_model, preset = fields(RunConfig), fields(ModelConfig), None
+    of_run = fields(RunConfig)
+    of_model = fields(ModelConfig)
+    preset = None
     if isinstance(subject, RunConfig):
-        of_run, of_model = fields(subject), fields(subject.model)
+        of_run = fields(subject)
+        of_model = fields(subject.model)
         preset = SIZES.get(subject.size)
     usual = {field.name: field.default for field in of_run if field.name != "model"}
     return usual | {field.name: getattr(preset, field.name, field.default) for field in of_model}
@@ -182,7 +185,10 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
     cells = {}
     for name, value in shown.items():
         setting = SETTINGS.get(name, Setting())
-        if column := name if setting.column is None else setting.column:
+        column = setting.column
+        if column is None:
+            column = name
+        if column:
             text = str(value) if isinstance(value, StrEnum) else value
             cells[column] = setting.cells.get(value, text)
     return cells
@@ -207,7 +213,8 @@ def size_text(config: RunConfig) -> str:
         return name
     if config.size != "custom":
         name = f"{name} {config.size}"
-    words, usual = [name], usual_settings(config)
+    words = [name]
+    usual = usual_settings(config)
     for field in fields(config.model):
         value = getattr(config.model, field.name)
         if not _setting(field.name).binds_own_model and value != usual[field.name]:
@@ -227,7 +234,8 @@ def without_unused(rows: Sequence[Identity]) -> list[str]:
     names = list(rows[0]) if rows else []
     used = set()
     for name in names:
-        setting, values = _setting(name), {row.get(name) for row in rows}
+        setting = _setting(name)
+        values = {row.get(name) for row in rows}
         is_always_there = setting.csv_place is not None or setting.always_in_csv
         if is_always_there or values - {None, _DEFAULTS.get(name)}:
             used.add(name)
@@ -361,17 +369,20 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
 
     Settings with their default values are left out unless they are in `also`.
     """
-    rows, usual = identities(runs), [_by_columns(usual_settings(subject)) for subject, _ in runs]
+    rows = identities(runs)
+    of_first = rows[0] if rows else ()
+    usual = [_by_columns(usual_settings(subject)) for subject, _ in runs]
     phrased = [name for name, setting in SETTINGS.items() if setting.note]
     is_trained = any(subject.mode is Mode.TRAIN for subject, _ in runs)
     texts = []
-    for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *(rows[0] if rows else ()))):
-        setting, values = _setting(name), {row[name] for row in rows} - {None}
+    for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *of_first)):
+        setting = _setting(name)
         is_noted = setting.noted == "always" or any(
             row[name] != defaults.get(name) for row, defaults in zip(rows, usual, strict=True)
         )
         if setting.noted == "never" or (name == "optimizer" and not is_trained):
             is_noted = False
+        values = {row[name] for row in rows} - {None}
         if len(values) == 1 and (is_noted or name in also):
             texts.append(in_note(name, setting, *values))
     return ", ".join(texts)

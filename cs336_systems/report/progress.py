@@ -49,7 +49,8 @@ class StatusLine(Listener):
 
         `first` is what a sweep does before its first run.
         """
-        self._names, self._first = names or {}, first
+        self._names = names or {}
+        self._first = first
         self._live: Live | None = None
         self._printed_s = -math.inf
         self._doing = ""

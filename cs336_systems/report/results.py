@@ -56,7 +56,8 @@ class Results:
         """The records with the explained profiles in the sweep's directory; a missing profile is
         a warning.
         """
-        kernels, memory = load_profiled(records, directory), load_memory(records, directory)
+        kernels = load_profiled(records, directory)
+        memory = load_memory(records, directory)
         return cls(records=records, kernels=kernels, memory=memory, ceilings=ceilings)
 
     @property

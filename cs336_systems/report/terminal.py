@@ -161,7 +161,8 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     If the table is too wide, columns with a `drop_order` are left out; a note names them, followed
     by `where`, which says where to find them.
     """
-    title, notes = Text(inert_line(table.title), style="bold"), list(table.notes)
+    title = Text(inert_line(table.title), style="bold")
+    notes = list(table.notes)
     if width is None and table.headings == FINDING:
         lines = [f"{number}. {inert_line(finding)}" for number, finding in table.rows]
         return Group(title, *map(Text, [*lines, *map(inert_line, notes)]))
@@ -205,7 +206,8 @@ def _fit(
     fewest = max(1, sum(not heading.drop_order for heading in headings))
     # narrow gaps are tried before a column is left out
     for number, gap in itertools.product(range(len(headings), fewest - 1, -1), (2, 1)):
-        shown, room = sorted(by_drop_order[:number]), width - gap * (number - 1)
+        shown = sorted(by_drop_order[:number])
+        room = width - gap * (number - 1)
         if sum(least[column] for column in shown) <= room:
             return shown, _stretched(least, whole, shown, room), gap
     return shown, (), 0

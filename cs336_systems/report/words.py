@@ -128,7 +128,9 @@ def mean_and_std(mean: float, std: float | None) -> str:
     if std > abs(mean):
         return f"{significant(mean, 2)} ± {significant(std, 2)}"
     first, _, exponent = f"{std:.1e}".partition("e")
-    decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
+    # a deviation that begins with a 1 has a second digit
+    decimals = first.startswith("1") - int(exponent)
+    decimals = min(9, max(0, decimals))
     return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
 
 

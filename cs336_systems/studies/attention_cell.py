@@ -239,7 +239,8 @@ def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, ...]:
     queries_in_block = max(1, BLOCK_BYTES // (batch * length * torch.float64.itemsize))
     blocks = []
     for queries in positions.split(queries_in_block):
-        first, end = int(queries[0]), int(queries[-1]) + 1
+        first = int(queries[0])
+        end = int(queries[-1]) + 1
         num_keys = end if causal else length
         mask = torch.ones(len(queries), num_keys, dtype=torch.bool, device=q.device)
         if causal:

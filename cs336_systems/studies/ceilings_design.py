@@ -163,10 +163,11 @@ def attention_shapes(precision: ProductPrecision, contexts: Sequence[int]) -> It
     shapes: dict[KernelShape, None] = {}  # a set that keeps the order
     for context, d_head in product(contexts, d_heads):
         most = MOST_OF_SCORES[precision] // (context**2 * d_head)
-        counts = [min(most, max(1, MANY_POSITIONS // context))]
+        positions = [MANY_POSITIONS]
         if d_head == D_HEADS[1]:
-            counts.append(min(most, max(1, FEW_POSITIONS // context)))
-        for heads in filter(None, counts):
+            positions.append(FEW_POSITIONS)
+        for number in positions if most else ():
+            heads = min(most, max(1, number // context))
             shapes |= dict.fromkeys(_both_passes(heads, context, d_head))
     if precision is ProductPrecision.BF16 and contexts:
         queries_per_key, context = GROUPED

@@ -165,7 +165,8 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
 
 def data_sheet_curves(device: DeviceSpec) -> Curves:
     """Times of a device that reaches as much of its data sheet as the REFERENCE does."""
-    reference, source = NO_CEILINGS_HERE.curves(REFERENCE), find_device(REFERENCE)
+    reference = NO_CEILINGS_HERE.curves(REFERENCE)
+    source = find_device(REFERENCE)
     assert reference is not None
     assert source is not None
     return transferred_curves(reference, source, device)
@@ -198,10 +199,14 @@ def _with_attention(
 
 def _is_doubted(studies: tuple[CeilingsStudy, ...]) -> bool:
     """Whether warnings doubt more than DOUBTED_SHARE of the times."""
-    timings = chain.from_iterable(study.timings for study in studies)
-    timed = [timing for timing in timings if timing.loops is not None]
-    most = DOUBTED_SHARE * len(timed)
-    scattered = [one for one in timed if one.loops and may_be_in_doubt(one.loops.times_s)]
+    num_timed = 0
+    scattered = []
+    for timing in chain.from_iterable(study.timings for study in studies):
+        if timing.loops is not None:
+            num_timed += 1
+            if may_be_in_doubt(timing.loops.times_s):
+                scattered.append(timing)
+    most = DOUBTED_SHARE * num_timed
     # judging them takes longer than many a forecast, and most studies have few of them
     if len(scattered) <= most:
         return False

@@ -240,7 +240,8 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
             row = ProductCell(precision=precision, shape=shape, timing=UNTIMED)
-            label, part = f"{precision} product {shape.label}", f"{precision} products"
+            label = f"{precision} product {shape.label}"
+            part = f"{precision} products"
             yield Cell(label=label, rows=(row,), part=part)
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
             # a whole number of elements
@@ -392,7 +393,8 @@ class CeilingsStudy:
         if launch_s is None or kernel_s is None or copies is None or adamw is None:
             return None
         # one copy of the same size, launched by the host and in a CUDA graph
-        queued_s, in_graph_s = self.launch_s(LaunchKind.QUEUED), copies.get(QUEUED_BYTES)
+        queued_s = self.launch_s(LaunchKind.QUEUED)
+        in_graph_s = copies.get(QUEUED_BYTES)
         gap_s = None if queued_s is None or in_graph_s is None else max(0.0, queued_s - in_graph_s)
         return Curves(
             matmuls={precision: tuple(self._matmuls(precision)) for precision in ProductPrecision},
@@ -417,7 +419,8 @@ class CeilingsStudy:
                     rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s
                 )
         for kernel in self.kernels:
-            if kernel.precision is precision and (time_s := kernel.timing.time_s) is not None:
+            time_s = kernel.timing.time_s
+            if kernel.precision is precision and time_s is not None:
                 yield Matmul(
                     rows=kernel.rows,
                     inner=kernel.inner,

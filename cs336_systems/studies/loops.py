@@ -113,7 +113,8 @@ def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int =
     graph.
     """
     timer(run, 1)
-    count, elapsed_s = 1, timer(run, 1)
+    count = 1
+    elapsed_s = timer(run, 1)
     while True:
         if elapsed_s >= grid.loop_s:
             # a second loop must take as long too, because an interruption can make one short loop

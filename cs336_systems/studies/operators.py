@@ -506,7 +506,8 @@ def version_rows(
 ) -> tuple[FusionRow, ...]:
     """The rows of forward and backward of one version of an operation, with nothing measured."""
     shapes = input_shapes(grid, op)
-    inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
+    inputs = sum(map(math.prod, shapes))
+    output = math.prod(shapes[0])
     # forward: inputs in, output out; backward: inputs and upstream gradient in, gradients out
     must_move_elements = {Phase.FORWARD: inputs + output, Phase.BACKWARD: 2 * inputs + output}
     attention = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head

@@ -54,7 +54,8 @@ def run_study(
     adopt_orphans()
     preload("cs336.studies.cell", grid.MEASURE.partition(":")[0])
     gpus = visible_gpus()[: grid.world_size] if grid.device is Device.CUDA else ()
-    done, total = 0, sum(map(len, groups))
+    done = 0
+    total = sum(map(len, groups))
     seconds: defaultdict[str, float] = defaultdict(float)
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
@@ -190,7 +191,8 @@ class _CellWorker(Generic[RowT, StudyT]):
 
     def __init__(self, grid: Grid[RowT, StudyT], gpus: Sequence[Gpu]) -> None:
         """Start the process that measures cells of `grid` on these GPUs."""
-        self._grid, self._gpu_uuids = grid, [gpu.uuid for gpu in gpus]
+        self._grid = grid
+        self._gpu_uuids = [gpu.uuid for gpu in gpus]
         self._start()
 
     def measure(self, cell: Cell[RowT]) -> tuple[RowT, ...]:
@@ -227,7 +229,9 @@ class _CellWorker(Generic[RowT, StudyT]):
         """What the process sends next, or the status and the failure of one that ends, or does
         nothing within the time of a cell, and is killed.
         """
-        process, started, timeout_s = self._process, monotonic(), self._grid.timeout_s
+        process = self._process
+        started = monotonic()
+        timeout_s = self._grid.timeout_s
         while True:
             left_s = None if timeout_s is None else max(0.0, started + timeout_s - monotonic())
             ready = wait_for_workers([process], [self._connection], left_s)

@@ -223,10 +223,8 @@ def _time_limit(limit_s: float) -> Iterator[None]:
         """Signal handler: end what runs by TimeoutError."""
         raise TimeoutError
 
-    handler, timer = (
-        signal.signal(signal.SIGALRM, end),
-        signal.setitimer(signal.ITIMER_REAL, limit_s),
-    )
+    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     finally:

@@ -248,7 +248,8 @@ def explain_run(subject: Subject, runs: Path, rules: KernelRules | None = None) 
 
     Raises what the analysis raises.
     """
-    raw, target = store.raw_profile_path(subject, runs), store.explanation_path(subject, runs)
+    raw = store.raw_profile_path(subject, runs)
+    target = store.explanation_path(subject, runs)
     target.parent.mkdir(parents=True, exist_ok=True)
     if subject.profiler is Profiler.MEMORY:
         from ..analysis.memory.explain import explain_memory

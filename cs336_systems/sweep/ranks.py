@@ -209,7 +209,10 @@ def _answer(
 def _watch(ends: Sequence[RankEnd[AnswerT]]) -> None:
     """Wait until no rank is pending, but not longer than _GRACE_S after one has failed."""
     deadline = math.inf
-    while (pending := [end for end in ends if end.is_pending]) and monotonic() < deadline:
+    while monotonic() < deadline:
+        pending = [end for end in ends if end.is_pending]
+        if not pending:
+            return
         ready = wait([end.pipe for end in pending], min(_LOOK_S, deadline - monotonic()))
         for end in pending:
             if end.pipe in ready:
@@ -234,7 +237,8 @@ def measure_on_ranks(
     started_at = time_now()
     devices = devices_of(gpu_uuids, all_of_them=config.parallel.writes_to_others)
     ends = run_ranks(partial(_measure_rank, config, profile), config.ranks, devices, _COLLECTIVE_S)
-    if (failed := first_failed(ends)) is None:
+    failed = first_failed(ends)
+    if failed is None:
         return merge([end.answer for end in ends if end.answer is not None])
     record = failed.answer or RunRecord(config=config, status=failed.status, started_at=started_at)
     return replace(record, failure=failed.failure, failed_rank=failed.rank)

@@ -70,7 +70,8 @@ def run_sweep(
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         gpus = _gpus(configs)
-        if (needed := max(map(num_slots, configs), default=0)) > len(gpus):
+        needed = max(map(num_slots, configs), default=0)
+        if needed > len(gpus):
             raise store.SweepError(
                 f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}"
             )

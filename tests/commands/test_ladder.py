@@ -225,16 +225,12 @@ def test_the_command_measures_judges_and_explains(
         assert float(row["launches_per_step"]) > 100
         assert row["compile_s"] == ""
     runs = [json.loads(path.read_text()) for path in directory.glob("runs/*.json")]
-    fp32, bf16 = (
-        statistics.geometric_mean(
-            statistics.fmean(measured["times_s"])
-            for run in runs
-            if run["config"]["precision"] == precision and run["config"]["profiler"] == "none"
-            for measured in run["measurements"]
-            if measured["phase"] == "step"
-        )
-        for precision in ("fp32", "bf16")
-    )
+    means_s: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    for run in runs:
+        by_phase = {measured["phase"]: measured["times_s"] for measured in run["measurements"]}
+        if run["config"]["profiler"] == "none":
+            means_s[run["config"]["precision"]].append(statistics.fmean(by_phase["step"]))
+    fp32, bf16 = map(statistics.geometric_mean, means_s.values())
     assert float(second["speed_up_over_last"]) == pytest.approx(fp32 / bf16, rel=1e-6)
     assert second["speed_up_over_last_ci95_low"] == "", "two processes give no interval"
     assert float(first["distance_largest"]) == 0, "the same on the same machine, to the bit"

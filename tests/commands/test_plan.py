@@ -256,12 +256,12 @@ def test_the_last_step_is_whole(
 
 
 def test_help_shows_every_flag_of_the_first_questions(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the example in the same help, and those that refusals tell to give."""
+    """Those of the examples in the same help, and those that refusals tell to give."""
     with pytest.raises(SystemExit):
         plan("--help")
     said = capsys.readouterr().out
-    example = re.findall(r"`cs336 plan ([^`]+)`", " ".join(said.split()))[0]
-    for flag in (*re.findall(r"--[a-z-]+", example), "--days", "--budget-gib", "--global-batch"):
+    examples = " ".join(re.findall(r"^  cs336 plan (.+)", said, re.MULTILINE))
+    for flag in (*re.findall(r"--[a-z-]+", examples), "--days", "--budget-gib", "--global-batch"):
         assert re.search(rf"^\W*{flag} ", said, re.MULTILINE), flag
 
 

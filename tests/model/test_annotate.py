@@ -326,10 +326,8 @@ def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions
     class Other(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embedding, self.layers = (
-                nn.Embedding(11, 8),
-                nn.ModuleList(Layer() for _ in range(2)),
-            )
+            self.embedding = nn.Embedding(11, 8)
+            self.layers = nn.ModuleList([Layer(), Layer()])
 
         def forward(self, tokens):
             hidden = self.embedding(tokens)
@@ -360,11 +358,13 @@ def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions
     products = {"aten::addmm": [], "aten::mm": []}
     for event in prof.events():
         if event.name in products:
-            path, parent = [], event.cpu_parent
+            path = []
+            parent = event.cpu_parent
             while parent is not None:
-                path += [parent.name] if parent.name in {*names.values()} else []
+                if parent.name in names.values():
+                    path.insert(0, parent.name)
                 parent = parent.cpu_parent
-            products[event.name].append(" ".join(reversed(path)))
+            products[event.name].append(" ".join(path))
     forward = [
         f"Other layers.{i} {part}" for i in range(2) for part in ("attention", "step module")
     ]

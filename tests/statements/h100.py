@@ -34,15 +34,14 @@ def step_ms(directory: str, device: str, size: str, precision: str) -> float:
 def steps_on_both() -> Sequence[dict[str, Value]]:
     assert linked(RESULTS, f"{EAGER}/results.csv")
     assert linked(RESULTS, f"{FAST}/results.csv")
-    return [
-        {"size": size}
-        | {
-            f"{way}, {name}": step_ms(directory, device, size, precision)
-            for way, (on_h100, on_h200, precision) in WAYS.items()
-            for name, directory, device in (("H100", on_h100, H100), ("H200", on_h200, H200))
-        }
-        for size in SIZES
-    ]
+    rows = []
+    for size in SIZES:
+        row: dict[str, Value] = {"size": size}
+        for way, (on_h100, on_h200, precision) in WAYS.items():
+            row[f"{way}, H100"] = step_ms(on_h100, H100, size, precision)
+            row[f"{way}, H200"] = step_ms(on_h200, H200, size, precision)
+        rows.append(row)
+    return rows
 
 
 def times_as_long(way: str) -> tuple[float, float]:

@@ -151,7 +151,8 @@ class Bars:
     def _decades(self) -> tuple[int, int]:
         """The powers of ten at which the scale of lengths begins and ends."""
         lengths = [bar.length for bar in self.bars if bar.length]
-        low, high = math.floor(math.log10(min(lengths))), math.ceil(math.log10(max(lengths)))
+        low = math.floor(math.log10(min(lengths)))
+        high = math.ceil(math.log10(max(lengths)))
         return low, max(high, low + 1)
 
     @property

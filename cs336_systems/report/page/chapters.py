@@ -68,7 +68,8 @@ def _source(directory: Directory) -> str:
 def write_page_of(directory: Directory, say: Callable[[str], None]) -> tuple[Path, Page]:
     """Write the page of one directory into it, saying so; return its path and what it shows."""
     say(f"making the page of {directory.path.name}")
-    page, path = page_of(directory), directory.path / PAGE_FILE
+    page = page_of(directory)
+    path = directory.path / PAGE_FILE
     write_page(page, path)
     return path, page
 
@@ -107,7 +108,8 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
     """The chapters of a directory's page: findings, then pictures and tables of each subject, then
     all runs, and how they were measured.
     """
-    results, sections = directory.results, _sections(directory)
+    results = directory.results
+    sections = _sections(directory)
     tables = all_tables(chain.from_iterable(sections.values()))
     sentences = chain.from_iterable(table.findings for table in tables)
     # the findings of profiles are not among these: they stand in tables of their own

@@ -92,9 +92,16 @@ def _tiles(entry: Explained) -> Iterator[Tile]:
         yield Tile("ranks", str(len(profile.ranks)), note)
 
 
+def bars_of_peak(entry: MemoryEntry) -> Bars:
+    """A bar of what the peak of memory consists of, by category."""
+    bar = peak_bar("peak", entry)
+    return Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")
+
+
 def _of_snapshot(entry: MemoryEntry) -> Glance:
     """How much memory there was and of what, and what was asked for in vain."""
-    profile, failure = entry.profile, entry.profile.work.first_failure
+    profile = entry.profile
+    failure = profile.work.first_failure
     answer, more = _in_words(answer_of_memory(profile))
     tiles = [
         Tile("peak", size(profile.peak.allocated_bytes), "allocated at most"),
@@ -106,11 +113,10 @@ def _of_snapshot(entry: MemoryEntry) -> Glance:
         free = f"asked for in vain, {size(failure.free_bytes)} were free"
         tiles.append(Tile("out of memory", size(failure.requested_bytes), free))
     wrong = check_words(profile.boundaries)
-    bar = peak_bar("peak", entry)
     return Glance(
         answer=answer,
         more=more,
-        bars=[Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")],
+        bars=[bars_of_peak(entry)],
         tiles=tiles,
         doubts=[wrong] if wrong else [],
     )

@@ -1,4 +1,4 @@
-"""The page of what was foretold: the answer and its bars, then the tables."""
+"""The page of a forecast: the answer and its bars, then the tables."""
 
 from collections.abc import Iterable
 from pathlib import Path

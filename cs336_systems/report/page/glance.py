@@ -31,7 +31,7 @@ from ..sections.kernels.limits import Limit, limit_of
 from ..sections.kernels.tables import phase_rows
 from ..sections.ladder import RungResult
 from ..sections.ladder import findings as ladder_findings
-from ..sections.memory.bars import CATEGORIES, peak_bar, peak_charts
+from ..sections.memory.bars import peak_charts
 from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import findings as memory_findings
 from ..sections.memory.words import check_words, size
@@ -39,7 +39,7 @@ from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
 from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant
 from .blocks import Bars, Glance, Tile, bars_of
 from .directory import Directory
-from .file_glance import glance_of_file
+from .file_glance import bars_of_peak, glance_of_file
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in
@@ -159,8 +159,7 @@ def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
     """Bars of what each peak of memory consists of, by category."""
     for chart in peak_charts(entries):
         return bars_of(chart)
-    bar = peak_bar("peak", entries[0])
-    return [Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")]
+    return [bars_of_peak(entries[0])]
 
 
 def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
@@ -287,34 +286,40 @@ def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> 
     """Headline of memory profiles: the peak of memory of the runs, and which of them ran out of
     memory.
     """
-    told = NamedRows(results, short_labels(results))
-    peaks = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
-    ends = told.failures()
-    is_first_step = bool(entries) and all(
-        entry.config is not None
-        and entry.config.warmup_steps == 0
-        and entry.config.mode is Mode.TRAIN
-        for entry in entries
-    )
-    if len(entries) == 1 and len(results) <= 1 and not ends and not is_first_step:
-        text, more = _first_sentence(
-            [finding.text for finding in memory_findings(entries[0].profile)]
-        )
-        # the sentence about the peak goes on with what the bar shows
-        return (text, more) if more else (f"{text.partition('; ')[0].rstrip('.')}.", "")
+    runs = NamedRows(results, short_labels(results))
+    failures = runs.failures()
+    are_first_steps = bool(entries) and all(map(_is_first_step, entries))
+    if len(entries) == 1 and len(results) <= 1 and not failures and not are_first_steps:
+        return _of_one_memory_profile(entries[0])
     text = "No run has a peak of memory"
+    peaks = runs.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
     if peaks:
-        text = f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}"
+        text = f"Memory peaks at {peaks} {runs.part('peak_allocated_gib')}"
     more = ""
-    if is_first_step:
-        first_steps = [{"bytes": entry.profile.peak.allocated_bytes} for entry in entries]
-        told_first = NamedRows(first_steps, short_labels(entries))
-        at_first = told_first.range("bytes", size)
+    if are_first_steps:
+        first_peaks = [{"bytes": entry.profile.peak.allocated_bytes} for entry in entries]
+        first_steps = NamedRows(first_peaks, short_labels(entries))
         more = (
-            f"The first step peaks at {at_first}: later ones hold the optimizer's state from "
-            "their beginning."
+            f"The first step peaks at {first_steps.range('bytes', size)}: later ones hold the "
+            "optimizer's state from their beginning."
         )
-    return f"{text}{ends}.", more
+    return f"{text}{failures}.", more
+
+
+def _is_first_step(entry: MemoryEntry) -> bool:
+    """Whether the profile is of a training step without any before it."""
+    config = entry.config
+    return config is not None and config.warmup_steps == 0 and config.mode is Mode.TRAIN
+
+
+def _of_one_memory_profile(entry: MemoryEntry) -> Headline:
+    """Headline of the memory profile of a single run that did not fail."""
+    text, more = _first_sentence([finding.text for finding in memory_findings(entry.profile)])
+    if more:
+        return text, more
+    # the sentence about the peak goes on with what the bar shows
+    peak = text.partition("; ")[0]
+    return f"{peak.rstrip('.')}.", ""
 
 
 def of_comparison(compared: Compared) -> Headline:

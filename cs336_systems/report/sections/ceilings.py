@@ -179,7 +179,9 @@ def product_rows(study: CeilingsStudy) -> list[Row]:
 
 def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
     """The row of one matmul, with its rate and its share of the data sheet's peak."""
-    shape, rate, timed = cell.shape, cell.flops_per_s, _row(study, cell, cell.shape.label)
+    shape = cell.shape
+    rate = cell.flops_per_s
+    timed = _row(study, cell, shape.label)
     spec = find_device(study.device_name)
     promised = None if spec is None else spec.peak(cell.precision)
     moved_bytes = shape.moved_bytes(cell.precision)
@@ -204,7 +206,8 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
 
 def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
     """The row of one pass over memory, with its bandwidth."""
-    promised, rate = promised_bandwidth(study.device_name), cell.timing.rate(cell.moved_bytes)
+    promised = promised_bandwidth(study.device_name)
+    rate = cell.timing.rate(cell.moved_bytes)
     timed = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
     row = {
         "stream": cell.stream,
@@ -350,7 +353,8 @@ def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str
     rates = {
         row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row
     }
-    copy, launch_s = ceilings.get(f"{Stream.COPY} (memory)"), study.launch_s(LaunchKind.EAGER)
+    copy = ceilings.get(f"{Stream.COPY} (memory)")
+    launch_s = study.launch_s(LaunchKind.EAGER)
     if rates and copy is not None:
         texts = [
             f"{name} {significant(rate / (copy['gb_per_s'] * GIGA), 3)}"

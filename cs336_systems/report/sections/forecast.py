@@ -206,7 +206,8 @@ def _less_known(
         yield shapes, without_products(curves, config.precision, same)
     device = find_device(result.device_name or "")
     for name in result.ceilings.device_names:
-        other, measured = find_device(name), result.ceilings.curves(name)
+        other = find_device(name)
+        measured = result.ceilings.curves(name)
         if other is None or device is None or measured is None or other is device:
             continue
         elsewhere = transferred_curves(measured, other, device)

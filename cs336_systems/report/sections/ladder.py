@@ -95,7 +95,8 @@ class RungResult(StepResult):
         """
         super().__init__(rung.config.configuration, records, ceilings)
         self._rung, self._profile = rung, profile
-        config, losses = rung.config, [record.losses for record in self.done]
+        config = rung.config
+        losses = [record.losses for record in self.done]
         self.verdict: Gate = judge(config.precision, losses, references, fp8=config.fp8)
         self.is_credited = bool(self.done) and self.verdict.passed is True
         # ladder.csv has the settings as they are, not as the columns of sweeps combine them

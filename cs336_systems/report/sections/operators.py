@@ -221,7 +221,8 @@ def _table(
     """One row for each head dimension and context length, one column for each implementation
     that has kernels.
     """
-    precision, device_name = rows[0]["precision"], _device_name(study)
+    precision = rows[0]["precision"]
+    device_name = _device_name(study)
     parts = [title, precision, f"batch {study.grid.batch_size}", "no heads"]
     if study.grid.causal:
         parts.append("causal")
@@ -258,7 +259,8 @@ def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
 
 def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     """What own is, which cells were not measured, and each failure that no column shows, once."""
-    grid, available = study.grid, study.available(rows[0]["precision"])
+    grid = study.grid
+    available = study.available(rows[0]["precision"])
     yield CHANCE
     if grid.own is not None:
         source = ""
@@ -308,7 +310,8 @@ def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
     """How many times the first rows' time is the second's at the largest shape that both have, in
     words; empty if there is none.
     """
-    mean, by_shape = f"{timed}_mean_ms", {_shape(row): row for row in firsts}
+    mean = f"{timed}_mean_ms"
+    by_shape = {_shape(row): row for row in firsts}
     for second in reversed(seconds):
         first = by_shape.get(_shape(second))
         if first is not None and second[mean]:
@@ -324,7 +327,8 @@ def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
     """
     held = column("before_backward_mib", unit="", text=_held)
     note = "In MiB; in brackets what forward left for backward, its output included."
-    title, closed_form = "Memory in use before backward", column("closed_form_mib", drop_order=1)
+    title = "Memory in use before backward"
+    closed_form = column("closed_form_mib", drop_order=1)
     return _table(study, rows, title, held, [note], list(limit_notes(rows)), closed_form)
 
 

@@ -26,7 +26,8 @@ MOST = 20
 
 def shortage_table(told: OutOfMemory) -> Table:
     """A row for each category and part of the model."""
-    shown, others = list(told.holders[:MOST]), told.holders[MOST:]
+    shown = list(told.holders[:MOST])
+    others = told.holders[MOST:]
     total = sum(holder.held_bytes for holder in told.holders) + (told.others_bytes or 0)
     rows = []
     for holder in shown:

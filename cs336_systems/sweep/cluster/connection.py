@@ -25,6 +25,8 @@ HEAD_S = 10.0
 """How long a process of Ray may take to accept a connection, and to answer it."""
 RAY_S = 20.0
 """How long a call of Ray may take in which Ray waits for nothing but its own processes."""
+RESUMES = "; finished runs are kept, and the same command goes on"
+"""End of a message about a cluster that is lost."""
 _END_S = 1.0
 """How long Ray may take to end after an error."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -61,8 +63,7 @@ def connected(address: str) -> Iterator[None]:
         if isinstance(error, store.SweepError):
             raise
         raise store.SweepError(
-            f"no connection to the Ray cluster {address}: {in_a_line(error)}{hint}; finished "
-            "runs are kept, and the same command goes on"
+            f"no connection to the Ray cluster {address}: {in_a_line(error)}{hint}{RESUMES}"
         ) from error
 
 

@@ -308,6 +308,6 @@ class _Driver:
         elif monotonic() - self._worked_s >= self.wait_nodes_s:
             raise store.SweepError(
                 f"no machine for the {counted(len(left), 'run')} left within "
-                f"{self.wait_nodes_s:g} s: needed {needed} slot(s) on one, found {most}; finished "
-                "runs are kept, and the same command goes on"
+                f"{self.wait_nodes_s:g} s: needed {needed} slot(s) on one, found {most}"
+                f"{connection.RESUMES}"
             )

@@ -104,7 +104,8 @@ def alive_machines() -> dict[str, dict[str, Any]]:
         context = ray.get_runtime_context()
         connection.checked_address(context.gcs_address)
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        if (here := alive.get(context.get_node_id())) is None:
+        here = alive.get(context.get_node_id())
+        if here is None:
             raise OSError(
                 "Ray has died on this machine, and takes along what was started from here"
             )
@@ -124,7 +125,9 @@ def _machine(
     """The machine as Ray has `listed` it, with its answer to `describe`, and whether the sweep
     uses it.
     """
-    node, refused, count = None, None, count_devices(listed, device)
+    node = None
+    refused = None
+    count = count_devices(listed, device)
     try:
         node = msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None)
         refused = "it has no NVIDIA GPU" if node is None else needs.why_left_out(node)

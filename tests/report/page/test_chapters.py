@@ -169,18 +169,16 @@ def test_the_list_names_the_device_and_the_days_of_each_page() -> None:
     ],
 )
 def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
-    page = page_of(
-        Directory(
-            path=Path("mine"), **(make() if kind == "ladder" else {"study": StudyResults(make())})
-        )
-    )
+    content = make()
+    if kind != "ladder":
+        content = {"study": StudyResults(content)}
+    page = page_of(Directory(path=Path("mine"), **content))
     text = to_html(page)
-    told = [
-        page.glance.answer,
-        *(said for block in page.chapters[0].blocks for said in getattr(block, "paragraphs", ())),
-    ]
+    sentences = [page.glance.answer]
+    for block in page.chapters[0].blocks:
+        sentences += getattr(block, "paragraphs", ())
     for each in words:
-        (sentence,) = [sentence for sentence in told if all(word in sentence for word in each)]
+        (sentence,) = [said for said in sentences if all(word in said for word in each)]
         assert text.count(re.sub("[<>&'\"].*", "", sentence)) == 1
 
 

@@ -127,46 +127,36 @@ def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path
     """In all formats, of both numbers of warm-up steps, as scipy has it; over two processes
     there is none anywhere.
     """
-    means_s = {warmup: [0.1 * (1 + i / 50) + warmup for i in range(count)] for warmup in (1, 5)}
-    records = [
-        make_record(make_config(warmup_steps=warmup, repeat=i), (0.9 * mean, 1.1 * mean))
-        for warmup, means in means_s.items()
-        for i, mean in enumerate(means)
-    ]
+    records, expected_ms = [], []
+    for warmup in (1, 5):
+        means_s = [0.1 * (1 + repeat / 50) + warmup for repeat in range(count)]
+        for repeat, mean_s in enumerate(means_s):
+            config = make_config(warmup_steps=warmup, repeat=repeat)
+            records.append(make_record(config, (0.9 * mean_s, 1.1 * mean_s)))
+        if count > 2:
+            error_s = scipy.stats.sem(means_s)
+            low_s, high_s = scipy.stats.t.interval(0.95, count - 1, sum(means_s) / count, error_s)
+            expected_ms.append([1e3 * low_s, 1e3 * high_s])
     write_tables(records, tmp_path)
     console = rich.console.Console(width=300, file=io.StringIO())
     for table in (results_table(step_results(records)), warmup_table(step_results(records))):
         console.print(to_rich(table))
-    texts = [
-        console.file.getvalue(),
-        *((tmp_path / f"results.{ending}").read_text() for ending in WRITERS),
-    ]
-    expected = (
-        [
-            [
-                1e3 * end
-                for end in scipy.stats.t.interval(
-                    0.95, count - 1, sum(means) / count, scipy.stats.sem(means)
-                )
-            ]
-            for means in means_s.values()
-        ]
-        if count > 2
-        else []
-    )
+    texts = [console.file.getvalue()]
+    texts += [(tmp_path / f"results.{ending}").read_text() for ending in WRITERS]
     for text in texts:
-        found = [
-            [float(end.replace(",", "")) for end in pair] for pair in re.findall(INTERVAL, text)
-        ]
-        assert found == [pytest.approx(pair, rel=1e-2) for pair in [*expected, *expected]]
+        shown_ms = []
+        for low, high in re.findall(INTERVAL, text):
+            shown_ms.append([float(low.replace(",", "")), float(high.replace(",", ""))])
+        # the intervals stand in both tables
+        assert shown_ms == [pytest.approx(pair, rel=1e-2) for pair in expected_ms * 2]
         assert ("over processes" in text) is (count > 2)
         assert ("--repeats 3" in text) is (count == 2)
     with (tmp_path / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["processes"] for row in rows] == [str(count)] * 2
-    assert all(
-        bool(row[f"step_ci95_{end}_ms"]) is (count > 2) for row in rows for end in ("low", "high")
-    )
+    for row in rows:
+        ends = row["step_ci95_low_ms"], row["step_ci95_high_ms"]
+        assert [bool(end) for end in ends] == [count > 2] * 2
 
 
 def test_processes_that_failed_are_not_counted():

@@ -64,7 +64,8 @@ def configuration_chart(profiles: Labelled) -> Chart | None:
         return None
     bars = []
     for name, profile in _numbered(profiles):
-        parts, step_ms = parts_ms(profile), wall_s(profile) / profile.num_steps * 1e3
+        parts = parts_ms(profile)
+        step_ms = wall_s(profile) / profile.num_steps * 1e3
         whole_ms = sum(parts.values()) or 1.0
         shares = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
         bars.append(Bar(name=name, parts=shares, figures=(f"{significant(step_ms, 3)} ms",)))

@@ -59,7 +59,8 @@ def communication_rows(entry: Explained) -> Iterator[Row]:
     """A row for each kind in each phase, then in the step; also for all kinds together where
     there are several.
     """
-    profile, steps = entry.profile, entry.profile.num_steps
+    profile = entry.profile
+    steps = profile.num_steps
     for name, chosen in phases_by_name(profile).items():
         of_phase = [times for times in profile.communication if times.phase in chosen]
         present = {times.collective for times in of_phase}
@@ -129,7 +130,8 @@ def ranks(entries: Sequence[Explained]) -> Section:
     for name in names:
         if name in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED):
             continue
-        about, key = f"Wall time of {name} on the device.", f"{name}_wall"
+        about = f"Wall time of {name} on the device."
+        key = f"{name}_wall"
         columns.append(
             Column(name, "ms", about, key=f"{key}_mean_ms", std=f"{key}_std_ms", write=rounded)
         )

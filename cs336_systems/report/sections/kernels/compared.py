@@ -232,7 +232,8 @@ def _mean(times_s: Sequence[float]) -> float:
 def _step_words(what: str, a_s: Sequence[float], b_s: Sequence[float]) -> tuple[str, str]:
     """Whether B's is longer as one word, and in words with the times."""
     a, b = _mean(a_s), _mean(b_s)
-    compared, times = _compared(a_s, b_s), f"{ms(a)} in A, {ms(b)} in B"
+    compared = _compared(a_s, b_s)
+    times = f"{ms(a)} in A, {ms(b)} in B"
     by = f"{ms(abs(b - a))} ({percent_of(abs(b - a), a)})"
     way = "longer" if b > a else "shorter"
     if compared is not None and compared.verdict is not Verdict.CANNOT_TELL:
@@ -256,13 +257,15 @@ def _words(part: Part) -> str:
     return f"{part.name} {sign}{ms(abs(float(part.difference)) / 1e9)}"
 
 
+def _shares_of_kinds(side: StepProfile) -> dict[str, float]:
+    """The share of each kind of steps in a side's steps."""
+    return {kind.name: len(kind.steps) / side.num_steps for kind in step_kinds(side)}
+
+
 def _causes(sides: Sides) -> Finding:
     """The kernels, copies and idle times that differ by more than chance, the largest first."""
-    shares = []
-    for side in (sides.a, sides.b):
-        kinds = step_kinds(side)
-        shares.append({kind.name: len(kind.steps) / side.num_steps for kind in kinds})
-    if shares[0] != shares[1] and max(map(len, shares)) > 1:
+    shares_a, shares_b = _shares_of_kinds(sides.a), _shares_of_kinds(sides.b)
+    if shares_a != shares_b and max(len(shares_a), len(shares_b)) > 1:
         text = "Kernels and modules below are means over unequal shares of the kinds of steps."
         return Finding(code="parts of unequal kinds", text=text)
     others = [part for part in sides.contents if part.name.startswith(("idle", "copies"))]

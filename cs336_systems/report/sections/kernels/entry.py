@@ -87,7 +87,8 @@ class Explained:
         Backward's time includes communication if the trace cannot tell them apart, as in one CUDA
         graph of both.
         """
-        if record is None or (measured := record.measurement(phase)) is None:
+        measured = None if record is None else record.measurement(phase)
+        if record is None or measured is None:
             return None
         traced = {times.phase for times in self.profile.phases}
         if phase is Phase.BACKWARD and LaunchPhase.COMMUNICATION not in traced:
@@ -100,7 +101,8 @@ class Explained:
         """The span of the step, or of one phase. The clock timed no warm-up steps, and no file
         without steps.
         """
-        profile, name = self.profile, phase or Phase.STEP
+        profile = self.profile
+        name = phase or Phase.STEP
         clock_s = None
         if name in set(Phase) and not profile.is_warmup and not profile.is_whole_trace:
             clock_s = self.clock_s(Phase(name), self.plain)

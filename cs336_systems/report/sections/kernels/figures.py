@@ -88,7 +88,8 @@ class Figures:
         profile = entry.profile
         self.item, self.time = terms(profile)
         self.on_device = profile.work is Work.KERNELS
-        self.span, self.kernel_s = entry.span(), kernel_s(profile)
+        self.span = entry.span()
+        self.kernel_s = kernel_s(profile)
         self.step_s = self.span.whole_s
         # of the whole step; rows with a phase have the same launches again
         self.kernels = profile.kernels_of(None)

@@ -97,7 +97,8 @@ def _says_more(name: str, profile: StepProfile) -> bool:
 
 def _noted_once(tables: Iterable[Table]) -> list[Table]:
     """The tables, each without the notes of those above it."""
-    shortened, said = [], set[str]()
+    shortened = []
+    said = set[str]()
     for table in tables:
         notes = tuple(note for note in table.notes if note not in said)
         shortened.append(replace(table, notes=notes))

@@ -125,7 +125,8 @@ class _Findings(Verdict):
         parts: list[str] = []
         numbers: dict[str, float] = {}
         for kind in step_kinds(self.profile):
-            steps, mean_s = len(kind.steps), sum(kind.of(walls_s)) / len(kind.steps)
+            steps = len(kind.steps)
+            mean_s = sum(kind.of(walls_s)) / len(kind.steps)
             parts.append(f"{steps} {kind.name} of {ms(mean_s)}")
             numbers |= {f"{kind.name} steps": steps, f"{kind.name} mean": mean_s}
         if parts:
@@ -232,7 +233,8 @@ class _Findings(Verdict):
             cause = "an .item(), a .cpu() or a print of a tensor"
             if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
-            times, gain = self.count(count, "time"), calls_gain_s(self.entry, calls)
+            times = self.count(count, "time")
+            gain = calls_gain_s(self.entry, calls)
             idles = ""
             if lost_s:
                 idles = f", after which the GPU idles {self.ms(lost_s)} until the next launch"
@@ -328,17 +330,20 @@ class _Findings(Verdict):
         if len(waited_s) < 2:
             return ""
         sums_s = {rank: sum(times_s) for rank, times_s in waited_s.items()}
+        longest_s = max(sums_s.values())
         # the others wait for the rank that waits least itself
-        longest_s, last = max(sums_s.values()), min(sums_s, key=sums_s.__getitem__)
-        steps = list(zip(*waited_s.values(), strict=True))
-        count = sum(
-            any(times_s) and min(times_s) == time_s
-            for times_s, time_s in zip(steps, waited_s[last], strict=True)
-        )
-        if longest_s < max(MIN_LARGE_SHARE * lost_s, 1e-9) or count < MIN_STEADY_SHARE * len(steps):
+        last = min(sums_s, key=sums_s.__getitem__)
+        num_steps = len(waited_s[last])
+        count = 0
+        for last_s, *step_s in zip(waited_s[last], *waited_s.values(), strict=True):
+            if any(step_s) and last_s == min(step_s):
+                count += 1
+        is_long = longest_s >= max(MIN_LARGE_SHARE * lost_s, 1e-9)
+        is_steady = count >= MIN_STEADY_SHARE * num_steps
+        if not is_long or not is_steady:
             return ""
         return (
-            f" The others wait for rank {last} in {count} of {len(steps)} steps, up to "
+            f" The others wait for rank {last} in {count} of {num_steps} steps, up to "
             f"{self.ms(longest_s)}: what slows it down?"
         )
 
@@ -347,7 +352,8 @@ class _Findings(Verdict):
         precision.
         """
         kernels = [kernel for kernel in self.kernels if is_full_precision(kernel)]
-        full_s, faster = added(kernels).total_s, self.faster(kernels)
+        full_s = added(kernels).total_s
+        faster = self.faster(kernels)
         whole_s = self.kernel_s
         if self.profile.copies:
             whole_s += self.copies_s

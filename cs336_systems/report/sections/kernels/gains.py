@@ -145,7 +145,8 @@ def _phases_gain_s(entry: Explained, phases: Collection[LaunchPhase], device_s: 
     """The most that is gained where the host has nothing to do in the phases, and the device so
     much less.
     """
-    profile, span = entry.profile, entry.span()
+    profile = entry.profile
+    span = entry.span()
     host_s = total(times.host_s for times in profile.phases if times.phase in phases)
     if not host_s:  # the file does not show the phases on the host
         host_s = span.profiled_s

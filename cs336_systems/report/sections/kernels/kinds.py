@@ -33,7 +33,8 @@ class StepKind:
         known = [value for value in values if value is not None]
         if not known:
             return ""
-        least, largest = min(known), max(known)
+        least = min(known)
+        largest = max(known)
         return f"{least:,}" if least == largest else f"{least:,} to {largest:,}"
 
 

@@ -47,7 +47,8 @@ def _row(
     times: LedgerTimes, profile: StepProfile, ceiling: Ceiling, config: RunConfig | None
 ) -> Row:
     """The values of kernels that do the same, per step."""
-    steps, least_s = profile.num_steps, limit_s(times, ceiling)
+    steps = profile.num_steps
+    least_s = limit_s(times, ceiling)
     return {
         "what": _what(times, config),
         "shape": _shape(times),
@@ -67,7 +68,8 @@ def _row(
 
 def _idle_row(entry: Explained) -> Row:
     """The time of the step in which no kernel runs, all of which is lost."""
-    profile, span = entry.profile, entry.span()
+    profile = entry.profile
+    span = entry.span()
     kernels_s = sum(times.counted_s for times in profile.ledger)
     idle_ms = (span.whole_s - kernels_s) / profile.num_steps * 1e3
     return {

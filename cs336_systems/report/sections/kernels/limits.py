@@ -55,7 +55,8 @@ def limit_of(entry: Explained) -> Limit | None:
 
 def undoubted_limit(entry: Explained) -> Limit | None:
     """What limits the step, if nothing puts the times in doubt."""
-    profile, span = entry.profile, entry.span()
+    profile = entry.profile
+    span = entry.span()
     if profile.work is not Work.KERNELS or not span.whole_s:
         return None
     is_busy = span.busy_s >= MIN_BUSY_SHARE * span.whole_s
@@ -85,7 +86,8 @@ def _is_part_of_work(entry: Explained) -> bool:
     """Whether the file has work of the program that its steps do not show: kernels beside a single
     step, or beside several steps a large part of the time of all kernels. The GPU may wait there.
     """
-    profile, left = entry.profile, entry.profile.left
+    profile = entry.profile
+    left = profile.left
     if profile.is_whole_trace or entry.span().by_clock:
         return False
     if profile.num_steps == 1:
@@ -100,7 +102,8 @@ def late_s(entry: Explained) -> float:
     By the clock without a profiler it is what the other causes, which a profiler makes no shorter,
     leave of the time that the device does not work.
     """
-    span, late = entry.span(), idle(entry.profile, IdleCause.LATE_LAUNCH).total_s
+    span = entry.span()
+    late = idle(entry.profile, IdleCause.LATE_LAUNCH).total_s
     if not span.by_clock:
         return late
     others_s = added(entry.profile.idle).total_s - late
@@ -142,7 +145,8 @@ class Verdict(Figures):
         limit = undoubted_limit(self.entry)
         if limit is None:
             return
-        doubts, verdict = _doubts(self.entry, limit), self.verdict(limit)
+        doubts = _doubts(self.entry, limit)
+        verdict = self.verdict(limit)
         if doubts:
             verdict = (
                 f"In doubt is what limits the step: {'; '.join(doubts)}. By the file's "
@@ -226,7 +230,8 @@ class Verdict(Figures):
         """How long the GPU idles between the steps, and whether for data."""
         between = self.profile.between
         assert between is not None
-        idle_s, whole_s = between.idle_s, self.step_s + between.total_s
+        idle_s = between.idle_s
+        whole_s = self.step_s + between.total_s
         text = (
             f"The time between the steps is the limit: for {self.ms(idle_s)} of "
             f"{self.ms(whole_s)} from step to step the GPU runs nothing"
@@ -238,7 +243,8 @@ class Verdict(Figures):
     def loading(self) -> str:
         """How long the GPU waits for a batch, in which range, and what helps."""
         name = range_of_data(self.profile)
-        where, remedy = label(name), "load the next batch while the step before computes"
+        where = label(name)
+        remedy = "load the next batch while the step before computes"
         if name.startswith(_LOADER):
             where = f"DataLoader.{name.rpartition('.')[2]}"
             remedy = "more workers (num_workers), prefetch"

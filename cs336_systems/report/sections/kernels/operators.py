@@ -136,7 +136,8 @@ def operators_section(profile: StepProfile) -> Section:
 
 def _operator_row(part: OperatorTimes, profile: StepProfile, ceiling: Ceiling) -> Row:
     """The values of one operator, per step."""
-    steps, least_s = profile.num_steps, limit_s(part, ceiling)
+    steps = profile.num_steps
+    least_s = limit_s(part, ceiling)
     flops_per_s, bytes_per_s = ratio(part.flops, part.total_s), ratio(part.bytes, part.total_s)
     is_matmul = part.flops is not None
     return {

@@ -138,8 +138,12 @@ def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
             _draw_window(panel, window, device, 0.0, shade, step)
             corners = [(host[0], 0.68), (host[1], 0.68), (device[1], 0.32), (device[0], 0.32)]
             panel.add_patch(Polygon(corners, facecolor=shade, alpha=0.45, linewidth=0))
-    panel.set_yticks([1.0, 0.0] if is_gpu else [1.0], ["CPU", "GPU"] if is_gpu else ["phase"])
-    panel.set_ylim(-0.36 if is_gpu else 0.64, 1.36)
+    if is_gpu:
+        panel.set_yticks([1.0, 0.0], ["CPU", "GPU"])
+        panel.set_ylim(-0.36, 1.36)
+    else:
+        panel.set_yticks([1.0], ["phase"])
+        panel.set_ylim(0.64, 1.36)
     panel.tick_params(length=0, labelsize=9)
     panel.spines[:].set_visible(False)
 

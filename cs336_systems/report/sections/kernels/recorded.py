@@ -130,7 +130,8 @@ def flops_used(entry: Explained) -> float | None:
     """MFU of the steps under the profiler, in which the counters were read; None if the model, the
     device or its peak is not known.
     """
-    config, step_s = entry.config, entry.span().profiled_s / entry.profile.num_steps
+    config = entry.config
+    step_s = entry.span().profiled_s / entry.profile.num_steps
     flops = None if config is None else step_flops(config)
     if not (config and flops and step_s and entry.device_name) or entry.profile.is_whole_trace:
         return None

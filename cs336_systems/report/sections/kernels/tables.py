@@ -73,7 +73,8 @@ _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_st
 
 def phases(entries: Sequence[Explained]) -> Section:
     """Kernels and times of each phase, beside the clock of the run without a profiler."""
-    first, is_single = entries[0].profile, len(entries) == 1
+    first = entries[0].profile
+    is_single = len(entries) == 1
     item, time = terms(first)
     shown = [
         column("phase"),
@@ -117,7 +118,8 @@ def is_shown(row: Row) -> bool:
 
 def _phase_row(entry: Explained, name: str, parts: Sequence[PhaseTimes]) -> Row:
     """The row of these phases together."""
-    profile, steps = entry.profile, entry.profile.num_steps
+    profile = entry.profile
+    steps = profile.num_steps
     row: Row = {
         "phase": name,
         "kernels_per_step": num_launches(*parts) / steps,
@@ -194,7 +196,8 @@ def copies(entries: Sequence[Explained]) -> Section:
 
 def copy_rows(entry: Explained) -> Iterator[Row]:
     """A row for each kind; for all together too if there are several."""
-    profile, steps = entry.profile, entry.profile.num_steps
+    profile = entry.profile
+    steps = profile.num_steps
     # the last entry is that of all kinds: of a single kind it says nothing more
     kinds = profile.copies if len(profile.copies) > 2 else profile.copies[:1]
     for times in kinds:
@@ -271,7 +274,8 @@ def attention_part_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase in which the parts of attention are known; ratios are softmax over
     products.
     """
-    profile, steps = entry.profile, entry.profile.num_steps
+    profile = entry.profile
+    steps = profile.num_steps
     for phase in dict.fromkeys(times.phase for times in profile.attention):
         parts = [times for times in profile.attention if times.phase is phase]
         row: Row = dict.fromkeys(_PART_KEYS)

@@ -44,7 +44,8 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
 
 def peak_bar(label: str, entry: MemoryEntry) -> Bar:
     """What the peak consists of, with its sum and phase as figures."""
-    peak, sizes = entry.profile.peak, by_category(entry.profile.peak)
+    peak = entry.profile.peak
+    sizes = by_category(peak)
     parts = {str(name): sizes[name] / GIB for name in CATEGORY_COLOURS if sizes[name]}
     figures, failure = [size(peak.allocated_bytes)], ""
     if entry.is_out_of_memory:

@@ -68,7 +68,8 @@ def pool_amounts(profile: MemoryProfile) -> dict[str, Amount]:
 def _peak(a: int, b: int, parts: str) -> Finding:
     """By how much the peak differs, and in which categories."""
     numbers = {"a_bytes": a, "b_bytes": b, "difference_bytes": b - a}
-    text, way = f"B's peak is as high as A's: {size(a)}", "same"
+    text = f"B's peak is as high as A's: {size(a)}"
+    way = "same"
     if a != b:
         way = "higher" if b > a else "lower"
         by = f"{size(abs(b - a))} ({percent_of(abs(b - a), a)})"

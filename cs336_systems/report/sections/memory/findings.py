@@ -72,7 +72,8 @@ def answer(profile: MemoryProfile) -> tuple[Finding, ...]:
     """Three findings: how much memory and of what, which code made most of it, and what was
     reserved.
     """
-    return (*_out_of_memory(profile), _peak(profile), *_most(profile), _reserved(profile))[:3]
+    findings = (*_out_of_memory(profile), _peak(profile), *_most(profile), _reserved(profile))
+    return findings[:3]
 
 
 def _most(profile: MemoryProfile) -> Iterator[Finding]:
@@ -81,9 +82,12 @@ def _most(profile: MemoryProfile) -> Iterator[Finding]:
     """
     bytes_of = Counter[str]()
     for group in profile.at_peak:
-        name = f"made at {made}" if (made := made_at(group)) else ""
+        code = made_at(group)
+        name = ""
         if group.name:
             name = f"{group.name} ({group.category})"
+        elif code:
+            name = f"made at {code}"
         bytes_of[name] += group.bytes_at_peak
     bytes_of.pop("", None)
     numbers = dict(bytes_of.most_common(NUM_PLACES))
@@ -202,7 +206,9 @@ def _pool_words(failure: FailedRequest) -> str:
 def _peak(profile: MemoryProfile) -> Finding:
     """The peak, when it was, and what it consists of, the largest part first."""
     peak = profile.peak
-    whole, parts, numbers = peak.allocated_bytes, [], {"peak_bytes": peak.allocated_bytes}
+    whole = peak.allocated_bytes
+    parts = []
+    numbers = {"peak_bytes": whole}
     for name, part in sorted(by_category(peak).items(), key=lambda item: -item[1]):
         if part and part >= MIN_PART * whole:
             parts.append(f"{label(name)} {size(part)} ({100 * part / whole:.1f} %)")

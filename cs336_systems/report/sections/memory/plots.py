@@ -64,7 +64,8 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         f"{title}: peak {size(peak.allocated_bytes)}{failed}",
         f"{source}, GPU {profile.device}, legend: sizes at the peak",
     )
-    panel, unit = figure.subplots(), unit_for(highest_bytes)
+    panel = figure.subplots()
+    unit = unit_for(highest_bytes)
     _draw_areas(panel, profile, unit)
     panel.set_xlim(0, _end(profile) or 1)
     panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
@@ -83,7 +84,8 @@ def _legend(profile: MemoryProfile, highest_bytes: int) -> list[Patch | Line2D]:
     """Handles for the categories that can be seen below `highest_bytes`, and for what is reserved,
     each with its size at the peak.
     """
-    timeline, at_peak = profile.timeline, by_category(profile.peak)
+    timeline = profile.timeline
+    at_peak = by_category(profile.peak)
     handles: list[Patch | Line2D] = []
     for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
         if max(values) > VISIBLE * highest_bytes:
@@ -99,7 +101,8 @@ def _mark_phases_and_failure(panel: Axes, profile: MemoryProfile) -> None:
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
-    if (failure := profile.work.first_failure) and profile.timeline.time_s:
+    failure = profile.work.first_failure
+    if failure and profile.timeline.time_s:
         panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
 
 

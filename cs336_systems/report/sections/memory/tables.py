@@ -146,10 +146,12 @@ def _unit(entries: Sequence[MemoryEntry]) -> MemoryUnit:
 
 def peaks(entries: Sequence[MemoryEntry]) -> Section:
     """One row for each run or snapshot: its peak, then what the peak consists of."""
-    rows, unit = rows_of(entries, _peak), _unit(entries)
+    rows = rows_of(entries, _peak)
+    unit = _unit(entries)
     of_step = ("predicted_peak_allocated_bytes", "peak_reserved_bytes", "private_bytes")
     of_model = ("residual_stream_bytes", "block_saved_bytes", "block_gradient_bytes")
-    allocated, status = in_unit("peak_allocated_bytes", unit), column("status")
+    allocated = in_unit("peak_allocated_bytes", unit)
+    status = column("status")
     sizes = [
         allocated,
         column("peak_phase", drop_order=3),
@@ -169,7 +171,8 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
 
 def _peak(entry: MemoryEntry) -> Iterator[Row]:
     """One row with all values of the peak."""
-    profile, peak = entry.profile, entry.profile.peak
+    profile = entry.profile
+    peak = profile.peak
     block = typical(profile.blocks) if profile.blocks else None
     yield {
         "status": str(Status.OOM if entry.is_out_of_memory else Status.OK),
@@ -211,7 +214,8 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     """Memory at the end of each phase of the last step, beside the allocator's own count; the
     CSV has all steps.
     """
-    rows, unit = rows_of(entries, lambda entry: _moments(entry.profile)), _unit(entries)
+    rows = rows_of(entries, lambda entry: _moments(entry.profile))
+    unit = _unit(entries)
     whole = ("allocated_bytes", "counted_bytes", "reserved_bytes", "phase_peak_bytes")
     shown = columns_of(
         "moment",
@@ -402,7 +406,8 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     """Tables for a terminal on a single snapshot, without what `answer` says: further findings,
     then the details.
     """
-    said, alone = answer(profile), [MemoryEntry(profile=profile)]
+    said = answer(profile)
+    alone = [MemoryEntry(profile=profile)]
     further = findings_table([finding for finding in findings(profile) if finding not in said])
     sections = [boundaries(alone), largest(alone, top), blocks(profile)]
     sections += added_sections(MemoryEntry, alone)

@@ -114,7 +114,8 @@ def shape_text(shape: tuple[int, ...], dtype: str) -> str:
 
 def made_at(allocation: LikeAllocations | FailedRequest) -> str:
     """The innermost place and module, as far as they are known."""
-    place, module = innermost(allocation.places), label(allocation.module)
+    place = innermost(allocation.places)
+    module = label(allocation.module)
     return " in ".join(part for part in (place, module) if part)
 
 

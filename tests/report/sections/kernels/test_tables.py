@@ -100,27 +100,27 @@ def test_a_cpu_has_operators_and_no_host_beside_it():
 
 def test_one_step_has_no_deviation():
     whole = make_profile()
-    first = tuple(
-        replace(
-            phase,
-            **{
-                name: getattr(phase, name)[:1]
-                for name in (
-                    "launches",
-                    "kernel_s",
-                    "busy_s",
-                    "wall_s",
-                    "host_s",
-                    "recomputed_s",
-                    "copies",
-                    "copy_s",
-                )
-            },
-        )
-        for phase in whole.phases
-    )
+    by_step = [
+        "launches",
+        "kernel_s",
+        "busy_s",
+        "wall_s",
+        "host_s",
+        "recomputed_s",
+        "copies",
+        "copy_s",
+    ]
+    phases_of_first = []
+    for phase in whole.phases:
+        of_first = {name: getattr(phase, name)[:1] for name in by_step}
+        phases_of_first.append(replace(phase, **of_first))
     one = replace(
-        whole, num_steps=1, phases=first, step_s=(0.025,), num_kernels=52, kernel_s=0.0414
+        whole,
+        num_steps=1,
+        phases=tuple(phases_of_first),
+        step_s=(0.025,),
+        num_kernels=52,
+        kernel_s=0.0414,
     )
     (table,) = of_file(phases, one).tables
     assert column(table, "GPU time") == ["4.900", "10.00", "5.000", "19.90"]
