@@ -216,7 +216,7 @@ def foretold_models_of_others() -> Sequence[Value]:
 @claim
 def public_rows() -> Sequence[Value]:
     """Of all rows, and of those that no rule was made from."""
-    rows = table("forecast", "public_rows")
+    rows = table("forecast/public_rows.csv")
     asked = [row for row in rows if row["error_percent"]]
     errors = [abs(float(row["error_percent"])) for row in asked]
     inside = sum(row["inside"] == "yes" for row in asked)
