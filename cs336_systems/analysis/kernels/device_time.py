@@ -121,6 +121,14 @@ def times_on_device(
     return spans, chosen(on_device, (windows.phase != _UNATTRIBUTED) | (end > start))
 
 
+def unseen_ns(jobs: Jobs, selection: Selection, host: Host) -> int:
+    """How long the first step lasts on the host before the file has what the device ran."""
+    if selection.is_whole_trace:
+        return 0
+    begin, end = selection.steps.start_ns[0], selection.steps.end_ns[0]
+    return max(_seen_from(jobs, host, int(end)) - int(begin), 0)
+
+
 def _latest(end: Ints, step: Ints) -> Ints:
     """The latest of the ends so far in each step: a later phase ends no earlier, though its jobs
     may be done before those of the phase before it.

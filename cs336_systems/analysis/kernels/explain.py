@@ -25,7 +25,15 @@ from .classes import KernelRules, is_generated, use_rules
 from .copies import copy_times
 from .counters import counter_means, module_means
 from .device_memory import reserved_peaks
-from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
+from .device_time import (
+    UNSEEN_NS,
+    Busy,
+    DeviceSteps,
+    DeviceWindows,
+    busy_ns,
+    times_on_device,
+    unseen_ns,
+)
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .ledger import ledger_times
@@ -132,11 +140,13 @@ def _summary(
     gaps = idle.find_gaps(steps.jobs, steps.devices, steps.spans, selection, steps.host)
     drawn = pictured.with_copies(in_step, steps.work)
     grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
-    doubted = [f"{doubt}." for doubt in (*grave, *slight)]
+    notes = [*attribution.notes, *idle.idle_notes(gaps), *selection.notes, *_unseen(steps)]
+    notes += [f"{doubt}." for doubt in (*grave, *slight)]
     return step_profile.StepProfile(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
+        lacks_device=trace.lacks_device,
         phases_from=(attribution.plan.source,),
         num_steps=num_steps,
         is_whole_trace=selection.is_whole_trace,
@@ -157,10 +167,22 @@ def _summary(
         host_calls=host_calls(steps.host, selection),
         pictured=pictured.median_step(steps.spans, steps.windows, drawn, trace.strings),
         beside=pictured.steps_beside(selection.labels, steps.spans, steps.windows, drawn),
-        notes=(*attribution.notes, *idle.idle_notes(gaps), *selection.notes, *doubted),
+        notes=tuple(notes),
         doubts=grave,
         module_counters=tuple(module_means(trace, in_step, parts)),
     )
+
+
+def _unseen(steps: _ProfiledSteps) -> Iterator[str]:
+    """A note on the first step, if the device began it late, with work that the file lacks."""
+    if steps.trace.is_of_host:
+        return
+    time_ns = unseen_ns(steps.jobs, steps.selection, steps.host)
+    if time_ns > UNSEEN_NS:
+        yield (
+            f"The device began the first step {time_ns / 1e6:,.4g} ms after the host: before, it "
+            "ran work that is not in the file."
+        )
 
 
 def _with_extras(

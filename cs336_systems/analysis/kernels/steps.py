@@ -356,14 +356,20 @@ def _note(
                 f"backward or an optimizer begins; {advice(trace)}."
             )
     elif is_inference and not has_backward:
-        yield "No range, operator or kernel is of backward or an optimizer: all is forward."
+        yield (
+            "No range, operator or kernel is of backward or an optimizer: what a step launches "
+            "counts as forward, whatever it computes."
+        )
     elif has_backward and not is_named:
         optimizer = "No optimizer was seen."
         if windows.among(LaunchPhase.OPTIMIZER).any():
             optimizer = "The optimizer is what its own ranges or kernels show."
+        forward = ", and forward the time before it with the loss"
+        if not windows.among(LaunchPhase.FORWARD).any():
+            forward = "; without steps it is not known where forward begins"
         yield (
-            "There are no ranges of forward and backward. So backward is what autograd launched, "
-            f"and forward the time before it with the loss. {optimizer}"
+            "There are no ranges of forward and backward. So backward is what autograd launched"
+            f"{forward}. {optimizer}"
         )
         if not trace.operators.is_recorded.any():
             yield (

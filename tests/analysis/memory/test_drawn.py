@@ -113,6 +113,8 @@ def check(seed: int, folder: Path) -> Counter[str]:
     assert sum(part.num_bytes for part in peak.categories) == peak.allocated_bytes
     assert profile.peak_reserved_bytes == max(truth.reserved for truth in allocator.truth)
     assert (peak.time_s is not None) == drawn.has_times or not allocator.events
+    is_broken = drawn.is_timed and not drawn.has_times and bool(allocator.events)
+    assert any("run backwards or stand still" in note for note in profile.notes) == is_broken
     moment = [truth.allocated for truth in allocator.truth].index(peak.allocated_bytes)
     if drawn.has_times and len(drawn.devices) == 1 and moment:
         assert peak.ranges == drawn.ranges_at[moment - 1]

@@ -87,6 +87,7 @@ class Figures:
         self.entry, self.profile, self.config = entry, entry.profile, entry.config
         profile = entry.profile
         self.item, self.time = terms(profile)
+        self.whole = "recording" if profile.is_whole_trace else "step"
         self.on_device = profile.work is Work.KERNELS
         self.span, self.kernel_s = entry.span(), kernel_s(profile)
         self.step_s = self.span.whole_s
@@ -125,8 +126,8 @@ class Figures:
         """The flags of the ways that are open to the run, with the most that each gains, in
         brackets after a space; empty if there are none.
         """
-        ways = []
-        for remedy in candidates:
+        ways: list[str] = []
+        for remedy in () if self.profile.lacks_device else candidates:
             named = remedies(self.config, remedy, in_use=self.in_use)
             # what else is advised, a larger batch, makes no step shorter
             if named and (self.config is None or remedy.applied_to(self.config) is not None):

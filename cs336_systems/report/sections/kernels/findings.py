@@ -7,11 +7,11 @@ reported only if it costs at least the share that its threshold below gives.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase
-from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes
+from ....analysis.kernels.step_profile import Awaited, Gap, HostCalls, IdleCause, KernelTimes
 from ....analysis.remedies import OF_PRECISION, Remedy, remedies
 from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
@@ -77,6 +77,11 @@ _BOUNDS = {
 """What the step would be without, for causes of idle time of which the file shows what goes with
 them.
 """
+_WAITS_FOR = {
+    Awaited.TO_HOST: "an .item(), a .cpu() or a print of a tensor",
+    Awaited.TO_DEVICE: "a .to(device) of memory that is not pinned",
+}
+"""What makes a program of PyTorch wait for copies in each direction."""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
@@ -104,7 +109,9 @@ def findings(entry: Explained) -> tuple[Finding, ...]:
         *finder.moving(),
     ]
     problems.sort(key=lambda problem: -problem.cost)
-    of_step = [*finder.limit(), *finder.kinds(), *finder.gaps(), *finder.bounds()]
+    of_step = [*finder.limit(), *finder.kinds()]
+    if not entry.profile.doubts:  # else events may lie in what seems to be idle time
+        of_step += [*finder.gaps(), *finder.bounds()]
     of_others = [Finding(code="plug-in", text=text) for text in added_findings(entry)]
     return (*of_step, *problems, *activity_finding(finder), *of_others)
 
@@ -142,7 +149,7 @@ class _Findings(Verdict):
             self.profile.copies
             and MIN_SHARE * self.step_s <= self.copies_s < MIN_LATE_SHARE * self.step_s
         ):
-            text = self.copying("the step")
+            text = self.copying(f"the {self.whole}")
             text = f"{text[0].upper()}{text[1:]}"
             numbers = {"copies_s": self.copies_s, "gain_s": copies_gain_s(self.entry)}
             yield self.finding("copies", text, self.copies_s, **numbers)
@@ -196,7 +203,7 @@ class _Findings(Verdict):
                 bounds.append(f"{self.ms(gains_s[cause])} less without {_BOUNDS[cause]}{flags}")
         if not bounds:
             return
-        text = f"The step would take at most {', '.join(bounds)}"
+        text = f"The {self.whole} would take at most {', '.join(bounds)}"
         if sum(told.values()) > self.span.idle_s:
             text += f", and in all at most {self.ms(self.span.idle_s)} less"
         yield self.finding("bounds", f"{text}.", **told)
@@ -229,17 +236,15 @@ class _Findings(Verdict):
             lost_s = self.span.gain_s(idle(self.profile, IdleCause.HOST_WAITED, phase).total_s)
             names = ", ".join(dict.fromkeys(label(call.name) for call in waits))
             copies = " after a copy to the host" if len(waits) < len(calls) else ""
-            cause = "an .item(), a .cpu() or a print of a tensor"
-            if all(call.name.endswith("DeviceSynchronize") for call in waits):
-                cause = "a torch.cuda.synchronize()"
+            question = _asked(waits)
             times, gain = self.count(count, "time"), calls_gain_s(self.entry, calls)
             idles = ""
             if lost_s:
                 idles = f", after which the GPU idles {self.ms(lost_s)} until the next launch"
             text = (
-                f"The host waits for the device in {self.where(phase)}, {times} a step "
-                f"({names}{copies}): {self.ms(added(calls).total_s)} a step{idles}. Is there "
-                f"{cause}? Without it the step takes at most {self.ms(gain)} less."
+                f"The host waits for the device in {self.where(phase)}, {times} a {self.whole} "
+                f"({names}{copies}): {self.ms(added(calls).total_s)} a {self.whole}{idles}."
+                f"{question} Without it the {self.whole} takes at most {self.ms(gain)} less."
             )
             numbers = {
                 "idle_s": lost_s,
@@ -288,7 +293,11 @@ class _Findings(Verdict):
             yield self.finding("unknown kernels", text, unknown_s, kernel_s=unknown_s)
 
     def unattributed(self) -> Iterator[Finding]:
-        """Kernels in a step and in no phase."""
+        """Kernels in a step that were launched in no phase; without calls nothing was seen to be
+        launched.
+        """
+        if self.on_device and not self.profile.host_calls:
+            return
         lost_s = kernel_s(self.profile, [LaunchPhase.UNATTRIBUTED])
         if matters(lost_s, MIN_SHARE, self.kernel_s):
             text = (
@@ -313,7 +322,7 @@ class _Findings(Verdict):
                 what = "Communication, with waiting for other ranks,"
             text = (
                 f"{what} takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "
-                f"{self.of_step(lost_s)} of the step, the GPU computes nothing{more}"
+                f"{self.of_step(lost_s)} of the {self.whole}, the GPU computes nothing{more}"
             )
             numbers = {"total_s": ran_s, "exposed_s": lost_s}
             yield self.finding("communication", text, lost_s, **numbers)
@@ -386,8 +395,8 @@ class _Findings(Verdict):
             is_fused = fused.total_s >= added(classes).total_s / 2
             flags = "" if is_fused else self.advice(Remedy.OPTIMIZER)
             text = (
-                f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the step, in "
-                f"{self.count(num_launches(*phases), self.item)}{flags}."
+                f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the "
+                f"{self.whole}, in {self.count(num_launches(*phases), self.item)}{flags}."
             )
             gain = gain_s(self.entry, Remedy.OPTIMIZER)
             yield self.finding("optimizer", text, whole_s, wall_s=whole_s, gain_s=gain)
@@ -398,7 +407,7 @@ class _Findings(Verdict):
         classes = [times for times in self.profile.classes if times.phase in computing]
         moving_s = added(times for times in classes if times.kind in _MOVING).total_s
         whole_s = added(classes).total_s
-        if matters(moving_s, MIN_LARGE_SHARE, whole_s):
+        if not self.profile.lacks_device and matters(moving_s, MIN_LARGE_SHARE, whole_s):
             where = " and ".join(dict.fromkeys(str(times.phase) for times in classes))
             text = (
                 f"In {where}, {percent_of(moving_s, whole_s)} of the {self.time}, "
@@ -407,6 +416,17 @@ class _Findings(Verdict):
             )
             gain = gain_s(self.entry, Remedy.COMPILE)
             yield self.finding("moving", text, moving_s, kernel_s=moving_s, gain_s=gain)
+
+
+def _asked(waits: Sequence[HostCalls]) -> str:
+    """What the program may do that makes these calls, as a question after a space; empty where
+    nothing in the file shows it.
+    """
+    if all(call.name.endswith("DeviceSynchronize") for call in waits):
+        return " Is there a torch.cuda.synchronize()?"
+    awaited = {call.awaited for call in waits}
+    causes = [cause for copy, cause in _WAITS_FOR.items() if copy in awaited]
+    return f" Is there {' or '.join(causes)}?" if causes else ""
 
 
 def doing(gap: Gap) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cs336.analysis.kernels.classes import KernelClass
-from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
+from cs336.analysis.kernels.step_profile import Awaited, IdleCause, StepProfile
 from cs336.config import (
     SIZES,
     Attention,
@@ -207,13 +207,18 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "words"),
+    ("calls", "awaited", "asked", "words"),
     [
-        ((("cudaDeviceSynchronize", 2, False),), ("torch.cuda.synchronize()",)),
-        ((("cudaStreamSynchronize", 2, False),), (".item()",)),
-        ((("cudaMemcpy", 6, True),), ("3 times a step (cudaMemcpy):",)),  # waits itself
+        ((("cudaDeviceSynchronize", 2, False),), Awaited.UNKNOWN, "torch.cuda.synchronize()", ()),
+        ((("cudaStreamSynchronize", 2, False),), Awaited.UNKNOWN, "", ()),
+        ((("cudaStreamSynchronize", 2, False),), Awaited.TO_HOST, ".item()", ()),
+        ((("cudaStreamSynchronize", 2, False),), Awaited.TO_DEVICE, ".to(device)", ()),
+        # waits itself
+        ((("cudaMemcpy", 6, True),), Awaited.TO_HOST, ".item()", ("3 times a step (cudaMemcpy):",)),
         (
             (("cudaStreamSynchronize", 222, False), ("cudaMemcpyAsync", 222, True)),
+            Awaited.TO_HOST,
+            ".item()",
             (
                 "111 times a step (cudaStreamSynchronize after a copy",
                 "4.00 ms a step",
@@ -222,16 +227,19 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
         ),
     ],
 )
-def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
-    waits = tuple(
-        make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True)
-        for name, count, copies in calls
-    )
+def test_waits_are_counted_and_their_cause_is_asked_for(calls, awaited, asked, words) -> None:
+    """Only what the file shows to be waited for is asked for."""
+    waits = []
+    for name, count, copies in calls:
+        call = make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True)
+        waits.append(replace(call, awaited=awaited))
     _, text = findings(
-        quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),))
+        quiet(host_calls=tuple(waits), idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),))
     )
     assert all(word in text for word in words)
-    assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
+    causes = ("torch.cuda.synchronize()", ".item()", ".to(device)")
+    assert [cause for cause in causes if cause in text] == ([asked] if asked else [])
+    assert ("Is there" in text) is bool(asked)
 
 
 def test_kernels_in_no_phase() -> None:
