@@ -185,6 +185,7 @@ class _Explanation:
             is_expandable=self._snapshot.settings.get("expandable_segments") is True
             or bool(self._memory.segments.is_expandable.any()),
             lacks_segments=self._replay.lacks_segments,
+            doubts=self._replay.doubts,
             other_devices=self._others,
         )
 

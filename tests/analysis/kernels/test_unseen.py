@@ -12,6 +12,7 @@ import pytest
 
 from cs336.analysis.kernels.explain import explain
 from cs336.analysis.kernels.step_profile import StepProfile, Work
+from cs336.report.sections.kernels.compared import compared_traces
 from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
 from cs336.report.sections.kernels.tables import phase_rows, phases
@@ -201,3 +202,59 @@ def test_launches_of_which_no_kernel_is_there_put_all_in_doubt(seed: int, tmp_pa
     assert said[0].startswith("In doubt")
     # idle time may hold the kernels that the file lacks
     assert not any("stands out" in text or "would take at most" in text for text in said)
+
+
+PLAIN = ("encoder_forward_kernel3", "ampere_bf16_gemm_tn", "gelu_forward_kernel2", "copy_kernel")
+BACKWARD = ("gelu_backward_inplace_kernel", "layernorm_backward_kernel10", "wte_bwd_kernel")
+UPDATE = ("adamw_kernel3", "sgd_momentum_kernel", "lamb_kernel")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_names_of_kernels_are_told_where_they_are_all_that_shows_training(
+    seed: int, tmp_path: Path
+) -> None:
+    """As of llm.c, which launches forward, backward and updates on one thread, without ranges."""
+    drawn = Drawn(seed)
+    counts = []
+    for names, least in ((PLAIN, 3), (BACKWARD, 0), (UPDATE, 0)):
+        counts.append(drawn.rng.randint(least, 12))
+        for _ in range(counts[-1]):
+            drawn.kernel(drawn.rng.choice(names))
+    profile = drawn.explained(tmp_path)
+    (note,) = [note for note in profile.notes if note.startswith("The phases are not seen")]
+    _, backward, updates = counts
+    told = [f"{backward} of backward"] * bool(backward) + [f"{updates} of an optimizer"] * bool(
+        updates
+    )
+    said = re.search(r"though of (\d+) kernels (.*) are so by their names", note)
+    assert (said is not None) is bool(told)
+    if said:
+        assert int(said[1]) == sum(counts)
+        assert said[2].split(" and ") == told
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_unlike_devices_and_unlike_steps_are_said_to_be_so(seed: int, tmp_path: Path) -> None:
+    """Each file has ranges of PyTorch's around its steps, or a loop that repeats shows them."""
+    rng = random.Random(seed)
+    profiles = []
+    for side in range(2):
+        drawn = Drawn(seed)
+        has_ranges, device = rng.random() < 0.5, rng.choice(["NVIDIA H200", "AMD Instinct MI300X"])
+        for step in range(6):
+            begin = drawn.now
+            for kernel in ("a_kernel", "b_kernel", "c_kernel", "d_kernel", "e_kernel"):
+                drawn.kernel(kernel)
+            drawn.now = drawn.ran[-1][1] + 10_000
+            if has_ranges:
+                name = f"ProfilerStep#{step}"
+                length = drawn.now - begin
+                drawn.events.append(complete("user_annotation", name, *HOST, begin, length))
+        path = tmp_path / f"{side}.json"
+        profiles.append(
+            explain(write_trace(path, drawn.events, deviceProperties=[{"name": device}]))
+        )
+    a, b = profiles
+    codes = {finding.code for finding in compared_traces(a, b, 5).findings}
+    assert ("devices" in codes) is (a.device_names != b.device_names)
+    assert ("unlike steps" in codes) is (a.steps_from != b.steps_from)

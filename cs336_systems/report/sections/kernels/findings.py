@@ -140,7 +140,7 @@ class _Findings(Verdict):
             yield Finding(code="kinds", text=text, numbers=numbers)
         passes = self.profile.passes_per_step or 1
         if passes > 1:
-            text = f"Each step of the optimizer takes {passes} passes of forward and backward."
+            text = f"Each step of the optimizer takes {passes} passes of backward."
             yield Finding(code="passes", text=text, numbers={"passes": passes})
 
     def copies(self) -> Iterator[Finding]:
