@@ -7,6 +7,7 @@ left out of the file.
 import random
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -258,3 +259,26 @@ def test_unlike_devices_and_unlike_steps_are_said_to_be_so(seed: int, tmp_path: 
     codes = {finding.code for finding in compared_traces(a, b, 5).findings}
     assert ("devices" in codes) is (a.device_names != b.device_names)
     assert ("unlike steps" in codes) is (a.steps_from != b.steps_from)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mean_that_is_like_no_step_is_said_to_be_so(seed: int, tmp_path: Path) -> None:
+    drawn = Drawn(seed)
+    lengths, odd = [], drawn.rng.randrange(5)
+    for step in range(drawn.rng.randint(2, 5)):
+        begin = drawn.now
+        for _ in range(4):
+            drawn.kernel()
+        drawn.wait("cudaDeviceSynchronize")
+        if step == odd:
+            drawn.now += drawn.rng.choice([0, 1_000_000, 40_000_000])
+        name = f"ProfilerStep#{step}"
+        lengths.append(drawn.now - begin)
+        drawn.events.append(complete("user_annotation", name, *HOST, begin, lengths[-1]))
+        drawn.now += 10_000
+    said = [text for text in texts(drawn.explained(tmp_path)) if text.startswith("No step is")]
+    *others, longest = sorted(lengths)
+    is_uneven = longest >= 10 * median(others)
+    assert len(said) == is_uneven
+    if said:
+        assert f"step {lengths.index(longest)} takes" in said[0]

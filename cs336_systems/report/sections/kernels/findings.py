@@ -7,6 +7,7 @@ reported only if it costs at least the share that its threshold below gives.
 
 import math
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
@@ -109,7 +110,7 @@ def findings(entry: Explained) -> tuple[Finding, ...]:
         *finder.moving(),
     ]
     problems.sort(key=lambda problem: -problem.cost)
-    of_step = [*finder.limit(), *finder.kinds()]
+    of_step = [*finder.limit(), *finder.uneven(), *finder.kinds()]
     if not entry.profile.doubts:  # else events may lie in what seems to be idle time
         of_step += [*finder.gaps(), *finder.bounds()]
     of_others = [Finding(code="plug-in", text=text) for text in added_findings(entry)]
@@ -123,6 +124,25 @@ def answer(entry: Explained) -> tuple[Finding, ...]:
 
 class _Findings(Verdict):
     """Makes the findings of one profile."""
+
+    def uneven(self) -> Iterator[Finding]:
+        """A step so long that the mean is like none of the steps, as a first one that loads code
+        is. The clock of a run without a profiler did not time it.
+        """
+        walls_s = wall_by_step_s(self.profile)
+        longest_s = max(walls_s)
+        step = walls_s.index(longest_s)
+        others_s = [*walls_s[:step], *walls_s[step + 1 :]]
+        if self.span.by_clock or not others_s:
+            return
+        usual_s = statistics.median(others_s)
+        if longest_s >= TIMES_MEDIAN * usual_s:
+            text = (
+                f"No step is like the mean: step {step} takes {ms(longest_s)}, and the median of "
+                f"the others is {ms(usual_s)}."
+            )
+            numbers = {"step": float(step), "longest": longest_s, "usual": usual_s}
+            yield Finding(code="uneven", text=text, numbers=numbers)
 
     def kinds(self) -> Iterator[Finding]:
         """How many steps of which kind there are, and how long they take; how many passes make a
@@ -272,7 +292,7 @@ class _Findings(Verdict):
             where = self.where(phase)
             text = (
                 f"The GPU idles {self.ms(paused_s)} before kernels of {where} while the host "
-                f"makes no CUDA call{longest}."
+                f"makes no call to the device{longest}."
             )
             yield self.finding(f"pauses in {phase}", text, paused_s, idle_s=paused_s)
 

@@ -283,6 +283,6 @@ class Verdict(Figures):
         who = "Under the profiler the CPU" if self.span.by_clock else "The CPU"
         return (
             f" {who} takes {us(host_s / count)} per launch, "
-            f"{us(calls_s / count)} of it in CUDA's own call; a kernel runs "
+            f"{us(calls_s / count)} of it in the call itself; a kernel runs "
             f"{us(kernel_s)} on average."
         )

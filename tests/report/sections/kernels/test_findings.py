@@ -154,8 +154,8 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     assert "1.51 ms a step" in waits
     assert "idles 1.50 ms" in waits
     assert (
-        "idles 0.500 ms before kernels of forward while the host makes no CUDA call; the longest "
-        "time, 1.00 ms, before" in pause
+        "idles 0.500 ms before kernels of forward while the host makes no call to the device; "
+        "the longest time, 1.00 ms, before" in pause
     )
     assert "in block.1 > ffn:" in pause
     # 22 of 40 ms of kernels
