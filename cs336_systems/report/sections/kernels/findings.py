@@ -338,7 +338,7 @@ class _Findings(Verdict):
             if lost_s >= MIN_SHARE * self.step_s:
                 more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}"
             what = "Communication"
-            if not self.profile.ranks:
+            if all(times.waited_s is None for times in self.profile.ranks):
                 what = "Communication, with waiting for other ranks,"
             text = (
                 f"{what} takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "

@@ -382,6 +382,9 @@ def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() ->
     text = told(make_shared(ranks=make_ranks((0, 0), (1, 3))))
     assert "wait for rank 0 in 2 of 2 steps, up to 2.00 ms" in text
     assert "in 2 of 2 steps" not in told(make_shared(ranks=make_ranks((0, 3), (1, 0))))
+    # where other ranks are not here, waiting for them is not told apart
+    unknown = tuple(replace(times, waited_s=None) for times in make_ranks((0, 0), (1, 3)))
+    assert told(make_shared(ranks=unknown)).startswith("Communication, with waiting for other")
     # 2 % of the exposed time
     assert "rank" not in told(make_shared(ranks=make_ranks((0, 0), (0.1, 0.1))))
 
