@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from cs336.analysis.kernels.explain import explain  # noqa: E402
 from cs336.analysis.kernels.phases import LaunchPhase  # noqa: E402
 from cs336.analysis.kernels.step_profile import StepProfile  # noqa: E402
+from cs336.report.sections.kernels.entry import Explained  # noqa: E402
+from cs336.report.sections.kernels.findings import findings  # noqa: E402
 from tests.analysis.kernels.drawn_plans import STYLES, Part  # noqa: E402
 from tests.analysis.kernels.real_programs import RealPlan, RealTruth, draw_real, run_real  # noqa: E402
 from tests.analysis.kernels.tracing import ns  # noqa: E402
@@ -133,3 +135,27 @@ def test_a_batch_that_is_made_is_no_work_without_gradients(seed: int, tmp_path: 
     profiler.export_chrome_trace(str(path))
     said = re.findall(r"(\d+) times?, the program launched work", " ".join(explain(path).notes))
     assert said == ([str(steps)] if has_teacher else [])
+
+
+@pytest.mark.parametrize("inner", [1, 2, 4])
+def test_an_inner_loop_has_passes_of_backward_and_no_forward_of_each(
+    inner: int, tmp_path: Path
+) -> None:
+    """One forward, gradients of its loss several times, then the backward that trains."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.profiler.profile() as profiler:
+        for _ in range(3):
+            loss = model(torch.randn(8, 16)).pow(2).mean()
+            weights = list(model.parameters())
+            for _ in range(inner):
+                torch.autograd.grad(loss, weights, retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    path = tmp_path / "t.json"
+    profiler.export_chrome_trace(str(path))
+    profile = explain(path)
+    assert profile.passes_per_step == inner + 1
+    said = [finding.text for finding in findings(Explained(profile=profile))]
+    assert f"Each step of the optimizer takes {inner + 1} passes of backward." in said
