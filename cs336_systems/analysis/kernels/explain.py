@@ -131,14 +131,13 @@ def summarise(
 def _summary(
     steps: _ProfiledSteps, source: str, config: RunConfig | None
 ) -> step_profile.StepProfile:
-    """What every profile has: phases, kernels, modules and idle times, and where the file falls
-    short.
-    """
+    """What every profile has: phases, kernels, modules, idle times, and what the file lacks."""
     attribution, selection, trace = steps.attribution, steps.selection, steps.trace
     kernels, in_step, num_steps = steps.kernels, steps.in_step, len(selection.steps)
     parts = modules.range_parts(attribution)
     gaps = idle.find_gaps(steps.jobs, steps.devices, steps.spans, selection, steps.host)
     drawn = pictured.with_copies(in_step, steps.work)
+    lost_times = not is_rounded(trace.kernels)
     grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
     notes = [*attribution.notes, *idle.idle_notes(gaps), *selection.notes, *_unseen(steps)]
     notes += [f"{doubt}." for doubt in (*grave, *slight)]
@@ -146,7 +145,6 @@ def _summary(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
-        lacks_device=trace.lacks_device,
         phases_from=(attribution.plan.source,),
         num_steps=num_steps,
         is_whole_trace=selection.is_whole_trace,
@@ -156,9 +154,7 @@ def _summary(
         left=_left(kernels, attribution.jobs.step[kernels.index], selection.is_cut),
         step_s=tuple((selection.steps.duration_ns / 1e9).tolist()),
         phases=tuple(_phases(steps.work, steps.times, num_steps, trace.is_of_host)),
-        kernels=modules.kernel_times(
-            in_step, trace.strings, lost_times=not is_rounded(trace.kernels)
-        ),
+        kernels=modules.kernel_times(in_step, trace.strings, lost_times=lost_times),
         classes=modules.class_times(in_step),
         attention=modules.attention_times(in_step, parts, trace.strings, config),
         modules=modules.module_times(in_step, parts),
@@ -198,6 +194,7 @@ def _with_extras(
         profile,
         communication=communication.communication_times(jobs, devices, num_devices, windows),
         copies=copy_times(jobs, devices, num_devices, steps.spans, trace.strings),
+        lacks_device=trace.lacks_device,
         rank=trace.rank,
         between=_between_steps(steps.spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
