@@ -185,24 +185,31 @@ def test_operators_that_launched_on_a_device_are_not_its_work(seed: int, tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_launches_of_which_no_kernel_is_there_put_all_in_doubt(seed: int, tmp_path: Path) -> None:
+def test_launches_without_a_kernel_put_all_in_doubt(seed: int, tmp_path: Path) -> None:
+    """Also where no kernel is there at all: then no gain and no idle time is told."""
     drawn = Drawn(seed)
     for _ in range(3):
         begin = drawn.now
         for _ in range(drawn.rng.randint(2, 6)):
             drawn.kernel()
-        drawn.copy("cudaMemcpyAsync", "Memcpy DtoD (Device -> Device)", 3_000)
+        drawn.copy("hipMemcpyWithStream", "Memcpy DtoH (Device -> Host)", 0)
+        drawn.kernel()
         drawn.wait("cudaDeviceSynchronize")
-        name = f"ProfilerStep#{begin}"
-        drawn.events.append(complete("user_annotation", name, *HOST, begin, drawn.now - begin))
+        for name in (f"ProfilerStep#{begin}", "forward"):
+            drawn.events.append(complete("user_annotation", name, *HOST, begin, drawn.now - begin))
         drawn.now += 10_000
-    drawn.events = [event for event in drawn.events if event["cat"] != "kernel"]
+    share = drawn.rng.choice([0.0, 0.3])
+    events = drawn.events
+    drawn.events = []
+    for event in events:
+        if event["cat"] != "kernel" or drawn.rng.random() < share:
+            drawn.events.append(event)
     profile = drawn.explained(tmp_path)
     assert any("events were lost" in doubt for doubt in profile.doubts)
     said = texts(profile)
     assert said[0].startswith("In doubt")
     # idle time may hold the kernels that the file lacks
-    assert not any("stands out" in text or "would take at most" in text for text in said)
+    assert not any("stands out" in text or "at most" in text for text in said)
 
 
 PLAIN = ("encoder_forward_kernel3", "ampere_bf16_gemm_tn", "gelu_forward_kernel2", "copy_kernel")

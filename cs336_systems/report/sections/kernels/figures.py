@@ -124,10 +124,12 @@ class Figures:
 
     def advice(self, *candidates: Remedy) -> str:
         """The flags of the ways that are open to the run, with the most that each gains, in
-        brackets after a space; empty if there are none.
+        brackets after a space; empty if there are none, or if the times are in doubt.
         """
         ways: list[str] = []
-        for remedy in () if self.profile.lacks_device else candidates:
+        if self.profile.lacks_device or self.profile.doubts:
+            return ""
+        for remedy in candidates:
             named = remedies(self.config, remedy, in_use=self.in_use)
             # what else is advised, a larger batch, makes no step shorter
             if named and (self.config is None or remedy.applied_to(self.config) is not None):

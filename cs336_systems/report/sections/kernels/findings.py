@@ -164,9 +164,12 @@ class _Findings(Verdict):
             yield Finding(code="passes", text=text, numbers={"passes": passes})
 
     def copies(self) -> Iterator[Finding]:
-        """Copies that do not limit the step, and cost time in which no kernel runs."""
+        """Copies that do not limit the step, and cost time in which no kernel runs, if it is sure
+        that none runs.
+        """
         if (
             self.profile.copies
+            and not self.profile.doubts
             and MIN_SHARE * self.step_s <= self.copies_s < MIN_LATE_SHARE * self.step_s
         ):
             text = self.copying(f"the {self.whole}")
@@ -264,8 +267,10 @@ class _Findings(Verdict):
             text = (
                 f"The host waits for the device in {self.where(phase)}, {times} a {self.whole} "
                 f"({names}{copies}): {self.ms(added(calls).total_s)} a {self.whole}{idles}."
-                f"{question} Without it the {self.whole} takes at most {self.ms(gain)} less."
+                f"{question}"
             )
+            if not self.profile.doubts:
+                text += f" Without it the {self.whole} takes at most {self.ms(gain)} less."
             numbers = {
                 "idle_s": lost_s,
                 "wait_count": count,

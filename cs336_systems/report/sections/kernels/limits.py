@@ -265,7 +265,7 @@ class Verdict(Figures):
             remedy = next(
                 (remedy for start, remedy in _COPIES.items() if kind.startswith(start)), ""
             )
-            if remedy:
+            if remedy and not self.profile.doubts:
                 gain = self.ms(copies_gain_s(self.entry))
                 text += f": {remedy} (at most {gain} less)"
         return f"{text}."
