@@ -289,3 +289,25 @@ def test_a_mean_that_is_like_no_step_is_said_to_be_so(seed: int, tmp_path: Path)
     assert len(said) == is_uneven
     if said:
         assert f"step {lengths.index(longest)} takes" in said[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_late_launches_are_told_from_a_few_long_ones(seed: int, tmp_path: Path) -> None:
+    """A first launch that loads code takes long once: fewer kernels would not save it."""
+    drawn = Drawn(seed)
+    is_once = drawn.rng.random() < 0.5
+    count = drawn.rng.randint(8, 30)
+    late = drawn.rng.randrange(1, count)
+    for kernel in range(count):
+        # the host prepares each launch for longer than a kernel lasts
+        drawn.now += drawn.rng.randint(10_000, 20_000)
+        is_late = is_once and kernel == late
+        drawn.call("cudaLaunchKernel", drawn.rng.randint(3, 9) * (1_000_000 if is_late else 1_000))
+        start = drawn.now + 2_000
+        drawn.ran.append((start, start + 2_000))
+        place = {"device": 0, "stream": 7, "correlation": drawn.number}
+        drawn.events.append(complete("kernel", "my_kernel", 0, 7, start, 2_000, **place))
+    said = texts(drawn.explained(tmp_path))[0]
+    assert said.startswith("The CPU is the limit")
+    assert ("A few long idle times" in said) is is_once
+    assert ("A faster GPU does not help" in said) is not is_once

@@ -231,19 +231,6 @@ class _Findings(Verdict):
             text += f", and in all at most {self.ms(self.span.idle_s)} less"
         yield self.finding("bounds", f"{text}.", **told)
 
-    def has_many_short(self, cause: IdleCause) -> bool:
-        """Whether the idle time of this cause is made up of many short idle times, which fewer
-        kernels would save, and not of a few long ones.
-
-        It is if idle times of the median length of their phase, as many as there are, would take
-        at least half as long as the real ones take in all.
-        """
-        by_phase = [times for times in self.profile.idle if times.cause is cause]
-        if any(times.median_s is None for times in by_phase):
-            return True  # of an older version, which did not keep it
-        if_all_median_s = sum(times.count * (times.median_s or 0.0) for times in by_phase)
-        return 2 * if_all_median_s >= added(by_phase).total_s
-
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
         launched = {times.phase for times in self.profile.phases if any(times.launches)}

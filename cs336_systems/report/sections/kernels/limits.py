@@ -174,6 +174,11 @@ class Verdict(Figures):
             return self.waiting_between()
         busy = self.busy()
         if limit is Limit.LAUNCHES:
+            if not self.has_many_short(IdleCause.LATE_LAUNCH):
+                return (
+                    f"The CPU is the limit: the GPU is busy {busy} A few long idle times are most "
+                    "of that: fewer kernels would not save them."
+                )
             ways = against_launches(self.config, self.in_use)
             slower = " A profiler makes each launch slower: without one it is less."
             if self.span.by_clock:
@@ -205,6 +210,19 @@ class Verdict(Figures):
         if self.profile.num_steps > 1:
             steps = f"the {self.profile.num_steps} steps"
         return f"In {steps} of the file the GPU is busy"
+
+    def has_many_short(self, cause: IdleCause) -> bool:
+        """Whether the idle time of this cause is made up of many short idle times, which fewer
+        kernels would save, and not of a few long ones.
+
+        It is if idle times of the median length of their phase, as many as there are, would take
+        at least half as long as the real ones take in all.
+        """
+        by_phase = [times for times in self.profile.idle if times.cause is cause]
+        if any(times.median_s is None for times in by_phase):
+            return True  # of an older version, which did not keep it
+        if_all_median_s = sum(times.count * (times.median_s or 0.0) for times in by_phase)
+        return 2 * if_all_median_s >= added(by_phase).total_s
 
     def busy(self) -> str:
         """How much of the step the GPU is busy, with the profiler's own times beside those of the
