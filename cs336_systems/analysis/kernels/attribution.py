@@ -21,7 +21,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ...ranges import PhaseNames
-from ..columns import Ints, Mask, chosen, joined
+from ..columns import NO_ROWS, Ints, Mask, chosen, joined
 from .calls import ApiCallKind, lost_launches
 from .collectives import NO_COLLECTIVE, OF_LIBRARY, collective_codes, with_collectives_named
 from .phase_plan import PhaseWindows
@@ -279,7 +279,7 @@ def select_steps(attribution: Attribution) -> Selection:
     return Selection(
         steps=profiled,
         labels=labels if any(label != StepLabel() for label in labels) else (),
-        windows=_windows(attribution.plan.windows, profiled, is_whole_trace=not len(used)),
+        windows=_windows(attribution, profiled, is_whole_trace=not len(used)),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
         is_cut=np.append(is_cut, False),
@@ -356,8 +356,13 @@ def _extent_on_device(trace: Trace) -> tuple[int, int]:
     return int(work.start_ns.min()), int(work.end_ns.max())
 
 
-def _windows(windows: PhaseWindows, steps: StepTimes, *, is_whole_trace: bool) -> HostWindows:
-    """The windows that begin in a step, cut off at its end; in a whole trace, all windows."""
+def _windows(attribution: Attribution, steps: StepTimes, *, is_whole_trace: bool) -> HostWindows:
+    """The windows that begin in a step, cut off at its end; in a whole trace, all windows, or none
+    if of nothing that the device ran it is known to be of one.
+    """
+    windows, jobs = attribution.plan.windows, attribution.jobs
+    if is_whole_trace and (jobs.phase == CODES[LaunchPhase.UNATTRIBUTED]).all():
+        windows = chosen(windows, NO_ROWS)
     start, end = windows.start_ns, windows.end_ns
     if is_whole_trace:
         # what was launched before the first event of the device is a part of the file too

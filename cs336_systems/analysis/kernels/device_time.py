@@ -83,8 +83,7 @@ def times_on_device(
     next begins there. The first phase of a step begins when the device is done with what was
     launched before. Phases before one that waits for collectives end without these.
 
-    If `is_of_host`, the jobs are operators of a CPU: nothing is launched, and the times are those
-    of the host.
+    If `is_of_host`, the jobs are operators of a CPU, whose times are those of the host.
     """
     steps = selection.steps
     # time of a step in no phase is a window too, so that the windows follow each other
@@ -94,11 +93,11 @@ def times_on_device(
     launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
     all_finished = Completion(jobs, launched)
     others_finished = Completion(jobs, launched[jobs.collective[launched] == NO_COLLECTIVE])
-    begin = windows.start_ns[is_first]  # of each step on the device
-    if not selection.is_whole_trace:  # which begins with the first event of the device
-        begin = np.maximum(begin, all_finished(begin))
-        if not is_of_host:
-            begin = np.maximum(begin, _seen_from(jobs, host, int(steps.end_ns[0])))
+    begin = windows.start_ns[is_first]  # of each step
+    # a whole trace begins with the first event of the device
+    if not is_of_host and not selection.is_whole_trace:
+        seen_from = int(steps.start_ns[0]) + unseen_ns(jobs, selection, host)
+        begin = np.maximum(np.maximum(begin, all_finished(begin)), seen_from)
     host_end = windows.end_ns
     leaves_collectives = _is_before_wait(windows, steps, host)
     finished = np.where(leaves_collectives, others_finished(host_end), all_finished(host_end))
@@ -119,6 +118,14 @@ def times_on_device(
         origin_ns=np.where(is_ahead, begin, steps.start_ns),
     )
     return spans, chosen(on_device, (windows.phase != _UNATTRIBUTED) | (end > start))
+
+
+def unseen_ns(jobs: Jobs, selection: Selection, host: Host) -> int:
+    """How long the first step lasts on the host before the file has what the device ran."""
+    if selection.is_whole_trace:
+        return 0
+    begin, end = selection.steps.start_ns[0], selection.steps.end_ns[0]
+    return max(_seen_from(jobs, host, int(end)) - int(begin), 0)
 
 
 def _latest(end: Ints, step: Ints) -> Ints:

@@ -51,7 +51,7 @@ def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
         "calls that wait for the device return before its work ends: some times are too "
         "long": _early_returns(trace, work),
         f"of {num_launches} launches have no kernel in the file: events were lost": (
-            int((lost_launches(trace) & is_profiled).sum()) if len(kernels) else 0
+            int((lost_launches(trace) & is_profiled).sum())
         ),
     }
 

@@ -25,7 +25,15 @@ from .classes import KernelRules, is_generated, use_rules
 from .copies import copy_times
 from .counters import counter_means, module_means
 from .device_memory import reserved_peaks
-from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
+from .device_time import (
+    UNSEEN_NS,
+    Busy,
+    DeviceSteps,
+    DeviceWindows,
+    busy_ns,
+    times_on_device,
+    unseen_ns,
+)
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .ledger import ledger_times
@@ -123,16 +131,16 @@ def summarise(
 def _summary(
     steps: _ProfiledSteps, source: str, config: RunConfig | None
 ) -> step_profile.StepProfile:
-    """What every profile has: phases, kernels, modules and idle times, and where the file falls
-    short.
-    """
+    """What every profile has: phases, kernels, modules, idle times, and what the file lacks."""
     attribution, selection, trace = steps.attribution, steps.selection, steps.trace
     kernels, in_step, num_steps = steps.kernels, steps.in_step, len(selection.steps)
     parts = modules.range_parts(attribution)
     gaps = idle.find_gaps(steps.jobs, steps.devices, steps.spans, selection, steps.host)
     drawn = pictured.with_copies(in_step, steps.work)
+    lost_times = not is_rounded(trace.kernels)
     grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
-    doubted = [f"{doubt}." for doubt in (*grave, *slight)]
+    notes = [*attribution.notes, *idle.idle_notes(gaps), *selection.notes, *_unseen(steps)]
+    notes += [f"{doubt}." for doubt in (*grave, *slight)]
     return step_profile.StepProfile(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
@@ -146,9 +154,7 @@ def _summary(
         left=_left(kernels, attribution.jobs.step[kernels.index], selection.is_cut),
         step_s=tuple((selection.steps.duration_ns / 1e9).tolist()),
         phases=tuple(_phases(steps.work, steps.times, num_steps, trace.is_of_host)),
-        kernels=modules.kernel_times(
-            in_step, trace.strings, lost_times=not is_rounded(trace.kernels)
-        ),
+        kernels=modules.kernel_times(in_step, trace.strings, lost_times=lost_times),
         classes=modules.class_times(in_step),
         attention=modules.attention_times(in_step, parts, trace.strings, config),
         modules=modules.module_times(in_step, parts),
@@ -157,10 +163,22 @@ def _summary(
         host_calls=host_calls(steps.host, selection),
         pictured=pictured.median_step(steps.spans, steps.windows, drawn, trace.strings),
         beside=pictured.steps_beside(selection.labels, steps.spans, steps.windows, drawn),
-        notes=(*attribution.notes, *idle.idle_notes(gaps), *selection.notes, *doubted),
+        notes=tuple(notes),
         doubts=grave,
         module_counters=tuple(module_means(trace, in_step, parts)),
     )
+
+
+def _unseen(steps: _ProfiledSteps) -> Iterator[str]:
+    """A note on the first step, if the device began it late, with work that the file lacks."""
+    if steps.trace.is_of_host:
+        return
+    time_ns = unseen_ns(steps.jobs, steps.selection, steps.host)
+    if time_ns > UNSEEN_NS:
+        yield (
+            f"The device began the first step {time_ns / 1e6:,.4g} ms after the host: before, it "
+            "ran work that is not in the file."
+        )
 
 
 def _with_extras(
@@ -176,6 +194,7 @@ def _with_extras(
         profile,
         communication=communication.communication_times(jobs, devices, num_devices, windows),
         copies=copy_times(jobs, devices, num_devices, steps.spans, trace.strings),
+        lacks_device=trace.lacks_device,
         rank=trace.rank,
         between=_between_steps(steps.spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,

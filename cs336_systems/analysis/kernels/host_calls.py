@@ -1,15 +1,20 @@
 """The calls of CUDA by the host: which launch, which wait, and how long they took."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..columns import Ints, Mask
 from .attribution import Selection, frame_of, phase_at, totals
-from .calls import TO_HOST, ApiCallKind, call_name
-from .phases import CODES, PHASES, LaunchPhase
-from .step_profile import HostCalls
+from .calls import TO_DEVICE, TO_HOST, ApiCallKind, call_name
+from .phases import CODES, PHASES, Codes, LaunchPhase
+from .step_profile import Awaited, HostCalls
 from .trace import Strings, Times, Trace, of_names
+
+_AWAITED = tuple(Awaited)
+_TO_HOST = _AWAITED.index(Awaited.TO_HOST)
+_PINNED = re.compile(r"pinned", re.I)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +33,8 @@ class CudaCalls(Times):
 
     PyTorch does this for `.item()`, whose copy itself may take until the device has reached it.
     """
-    is_of_copy: Mask
-    """The call waits for a copy to the host only."""
+    awaited: Codes
+    """Index into `_AWAITED` for calls that wait for a copy only."""
 
 
 class Host:
@@ -42,9 +47,8 @@ class Host:
         self.names = names.all
         is_launch = trace.named(api, ApiCallKind.LAUNCH.is_done_by)
         is_wait = trace.named(api, ApiCallKind.WAIT.is_done_by)
-        copies, waits_for_them = _copies_awaited(trace, is_launch, is_wait)
-        is_of_copy = is_wait & is_launch
-        is_of_copy[copies] = is_of_copy[waits_for_them] = is_wait[copies] = True
+        awaited = _awaited_copies(trace, is_launch, is_wait)
+        is_wait |= awaited == _TO_HOST
         self.calls = CudaCalls(
             name=name,
             thread=api.thread,
@@ -53,7 +57,7 @@ class Host:
             is_launch=is_launch,
             is_kernel=trace.named(api, ApiCallKind.KERNELS.is_done_by),
             is_wait=is_wait,
-            is_of_copy=is_of_copy,
+            awaited=awaited,
         )
 
     def does(self, kind: ApiCallKind) -> Mask:
@@ -80,19 +84,34 @@ class Host:
         return self.names[int(np.bincount(calls.name[rows], time).argmax())]
 
 
-def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
-    """Copies to the host whose thread waits before it launches anything else, and the calls that
-    wait.
+def _direction(name: str) -> int:
+    """Where a copy of this name goes, as an index into `_AWAITED`."""
+    if TO_HOST.search(name):
+        return _TO_HOST
+    if TO_DEVICE.search(name) and not _PINNED.search(name):
+        return _AWAITED.index(Awaited.TO_DEVICE)
+    return 0
+
+
+def _awaited_copies(trace: Trace, launches: Mask, waits: Mask) -> Codes:
+    """The copy that each call waits for: its own, or that which its thread launched just before. A
+    copy to the host whose thread waits before it launches anything else waits too.
     """
     api, copies = trace.api_calls, trace.copies
-    to_host = copies.call[trace.named(copies, TO_HOST.search)]
-    is_copy = np.isin(np.arange(len(api)), to_host)
+    copied = np.zeros(len(api) + 1, dtype=np.int8)  # the last is for copies without a call
+    copied[copies.call] = of_names(copies.name, trace.strings, _direction, np.int8)
+    copied = copied[:-1]
+    awaited = np.where(waits, copied, np.int8(0))
     # of two calls with one start the longer comes first: a profiler may show a call around its own
     by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))
     by_thread = by_thread[(launches | waits)[by_thread]]
     call, following = by_thread[:-1], by_thread[1:]
-    is_awaited = is_copy[call] & waits[following] & (api.thread[call] == api.thread[following])
-    return call[is_awaited], following[is_awaited]
+    is_awaited = waits[following] & (api.thread[call] == api.thread[following])
+    call, following = call[is_awaited], following[is_awaited]
+    awaited[following] = np.maximum(awaited[following], copied[call])
+    to_host = call[copied[call] == _TO_HOST]
+    awaited[to_host] = _TO_HOST
+    return awaited
 
 
 def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
@@ -107,10 +126,10 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     step = selection.steps.at(calls.start_ns)
     last = np.full(len(selection.steps) + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
-    is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
+    is_of_copy = (calls.awaited == _TO_HOST) | (calls.is_wait & calls.is_launch)
+    is_of_end = calls.is_wait & ~is_of_copy & (calls.start_ns > last[step])
     phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
     placed = frame_of(calls).assign(phase=phase)[step >= 0]
     name_of, phase_of = host.names.__getitem__, PHASES.__getitem__
-    return tuple(
-        totals(placed, HostCalls, name=name_of, phase=phase_of, is_wait=bool, is_launch=bool)
-    )
+    meanings = {"name": name_of, "phase": phase_of, "awaited": _AWAITED.__getitem__}
+    return tuple(totals(placed, HostCalls, **meanings, is_wait=bool, is_launch=bool))

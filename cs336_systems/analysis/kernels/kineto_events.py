@@ -97,6 +97,8 @@ class Category(StrEnum):
     FUNCTION = "python_function"
     OPERATOR_OR_RANGE = "Operator"
     """PyTorch 1.8 and 1.9 put both in one category."""
+    TASK = "mtia_ccp_events"
+    """What MTIA's processor of commands did, its waits for other streams too."""
     NONE = ""
     OTHER = "ac2g"
     """Arrows, and all else that is not read."""
@@ -108,7 +110,6 @@ class Category(StrEnum):
 
 _OTHER_NAMES: dict[object, Category] = {
     "Kernel": Category.KERNEL,
-    "mtia_ccp_events": Category.KERNEL,
     "Memcpy": Category.COPY,
     "Memset": Category.FILL,
     **dict.fromkeys(("Runtime", "runtime", "driver"), Category.CALL),
@@ -230,7 +231,9 @@ class TraceEvents:
         self.num_without_duration = 0
         """Events that do not say how long they last, and are left out."""
         self.has_operators = Category.OPERATOR in self._by_category
-        self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
+        self.device_names = tuple(
+            dict.fromkeys(device.name for device in file.deviceProperties if device.name)
+        )
         self.distributed = _distributed(file.distributedInfo)
 
     def batches(self, *groups: Collection[Category]) -> list[EventBatch]:
@@ -328,6 +331,9 @@ def _by_category(events: Iterable[AnyEvent]) -> dict[Category, list[AnyEvent]]:
     for event in by_category.pop(Category.OPERATOR_OR_RANGE, []):
         is_operator = _OPERATOR_NAME.search(event.name)
         by_category[Category.OPERATOR if is_operator else Category.RANGE].append(event)
+    for event in by_category.pop(Category.TASK, []):
+        if not event.name.startswith("event_"):
+            by_category[Category.KERNEL].append(event)
     for event in by_category.pop(Category.NONE, []):
         if isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
             by_category[Category.KERNEL].append(event)

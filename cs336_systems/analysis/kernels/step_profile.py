@@ -316,6 +316,15 @@ class Gap:
     """
 
 
+class Awaited(StrEnum):
+    """The copy that the host waits for."""
+
+    UNKNOWN = ""
+    """None, or one of which the file does not say where it goes."""
+    TO_HOST = "to the host"
+    TO_DEVICE = "to the device, from memory that is not pinned"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls(Timed):
     """Calls of one CUDA function over the steps in one phase; calls that wait have an entry of
@@ -330,6 +339,7 @@ class HostCalls(Timed):
     """The calls make the host wait for the device: synchronisations, or copies to the host
     followed by one.
     """
+    awaited: Awaited = Awaited.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,6 +562,8 @@ class StepProfile:
     """The step of median wall time."""
     notes: tuple[str, ...]
     """Sentences about what the file lacks."""
+    lacks_device: bool = False
+    """The operators launched work of a device, which is not in the file."""
     communication: tuple[CommunicationTimes, ...] = ()
     """Collectives by phase and kind; empty for a trace of a CPU."""
     ranks: tuple[RankTimes, ...] = ()

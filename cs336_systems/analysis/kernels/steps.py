@@ -11,6 +11,7 @@ import numpy as np
 
 from ...text import counted
 from ..columns import NO_ROWS, Ints, Mask, chosen, joined
+from .classes import OF_BACKWARD, OF_OPTIMIZER
 from .phase_plan import (
     MarkedWindows,
     around_windows,
@@ -353,23 +354,44 @@ def _note(
         if trace.kernels.is_launched.any():
             yield (
                 "The phases are not seen: no range is named as a phase, and nothing shows where "
-                f"backward or an optimizer begins; {advice(trace)}."
+                f"backward or an optimizer begins{_told_by_names(trace)}; {advice(trace)}."
             )
     elif is_inference and not has_backward:
-        yield "No range, operator or kernel is of backward or an optimizer: all is forward."
+        yield (
+            "No range, operator or kernel is of backward or an optimizer: what a step launches "
+            "counts as forward, whatever it computes."
+        )
     elif has_backward and not is_named:
         optimizer = "No optimizer was seen."
         if windows.among(LaunchPhase.OPTIMIZER).any():
             optimizer = "The optimizer is what its own ranges or kernels show."
+        forward = ", and forward the time before it with the loss"
+        if not windows.among(LaunchPhase.FORWARD).any():
+            forward = "; without steps it is not known where forward begins"
         yield (
-            "There are no ranges of forward and backward. So backward is what autograd launched, "
-            f"and forward the time before it with the loss. {optimizer}"
+            "There are no ranges of forward and backward. So backward is what autograd launched"
+            f"{forward}. {optimizer}"
         )
         if not trace.operators.is_recorded.any():
             yield (
                 "The file does not tell whether autograd recorded: an evaluation before a backward "
                 "counts as forward."
             )
+
+
+def _told_by_names(trace: Trace) -> str:
+    """How many kernels are of backward or an optimizer by their names, which a program that is not
+    PyTorch's launches among others that do not tell.
+    """
+    patterns = {"backward": OF_BACKWARD, "an optimizer": OF_OPTIMIZER}
+    counts = {
+        phase: int(trace.named(trace.kernels, pattern.search).sum())
+        for phase, pattern in patterns.items()
+    }
+    told = [f"{count} of {phase}" for phase, count in counts.items() if count]
+    if not told:
+        return ""
+    return f", though of {len(trace.kernels)} kernels {' and '.join(told)} are so by their names"
 
 
 def _step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) -> StepTimes:

@@ -206,6 +206,8 @@ class Trace:
     """No device was traced: the `kernels` are operators of the host, without the time of
     operators inside them.
     """
+    lacks_device: bool = False
+    """The host's operators launched work of a device, which is not in the file."""
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
     library_calls: Events = field(default_factory=Events.empty)

@@ -21,9 +21,12 @@ LEAST_SHARE = 0.5
 those with gradients before the same backward, by which it is a pass of its own. Forward computes
 the angles of rotary embeddings, by a matmul, without gradients.
 """
-WORKING = re.compile(r"^\w+::(?!arange|empty|eye|fill|full|linspace|ones|rand|tri|zero)")
-"""Operators but those that make a tensor from none, as forward makes positions and masks: PyTorch
-never numbers those. What has no namespace is a mark of torch.compile.
+_MADE = r"arange|empty|eye|fill|full|linspace|ones|rand|tri|zero"
+_DRAWN = r"(?:bernoulli_|cauchy_|exponential_|geometric_|log_normal_|normal_?|random_|uniform_)$"
+MAKING = re.compile(rf"^\w+::(?:{_MADE}|{_DRAWN})|^(?!\w+::)")
+"""Operators that make a tensor from none, as forward makes positions and masks, and a program a
+batch: PyTorch never numbers those, nor what they call. What has no namespace is a mark of
+torch.compile.
 """
 
 
@@ -66,6 +69,7 @@ def _launches(trace: Trace, windows: MarkedWindows, main: int, backward: Ints) -
     rows = rows[np.argsort(kernels.launch_ns[rows], kind="stable")]
     time = kernels.launch_ns[rows]
     recorded = chosen(operators, operators.is_recorded & (operators.thread == main))
+    is_making = trace.named(operators, MAKING.search) & (operators.thread == main)
     of_rows = chosen(kernels, rows)
     return _Launches(
         time_ns=time,
@@ -73,7 +77,7 @@ def _launches(trace: Trace, windows: MarkedWindows, main: int, backward: Ints) -
         backward=np.searchsorted(backward, time),
         is_recorded=recorded.cover(time),
         computes=trace.named(of_rows, lambda name: classify_kernel(name) in COMPUTING),
-        works=trace.named(chosen(operators, operator[rows]), WORKING.search),
+        works=~chosen(operators, is_making).cover(time),
     )
 
 

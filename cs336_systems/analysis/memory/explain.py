@@ -185,6 +185,7 @@ class _Explanation:
             is_expandable=self._snapshot.settings.get("expandable_segments") is True
             or bool(self._memory.segments.is_expandable.any()),
             lacks_segments=self._replay.lacks_segments,
+            doubts=self._replay.doubts,
             other_devices=self._others,
         )
 
@@ -200,8 +201,8 @@ class _Explanation:
 
     @property
     def _has_times(self) -> bool:
-        """Whether the snapshot's events have times."""
-        return bool(self._memory.events.time_us.any())
+        """Whether the snapshot's events have times, of a clock that runs."""
+        return self._memory.events.has_clock
 
     def _time_s(self, moment: int) -> float | None:
         """Time of the last event before the moment; None if the file has no times."""
@@ -343,7 +344,13 @@ class _Explanation:
         """Sentences on what the snapshot does not tell, and how to record it so that it does."""
         yield from self._snapshot.notes
         yield from self._replay.notes
-        if not len(self._memory.events):
+        events = self._memory.events
+        if events.time_us.any() and not events.has_clock:
+            yield (
+                "The times of the events run backwards or stand still: no time is told, and no "
+                "range is placed by its time."
+            )
+        if not len(events):
             yield (
                 f"No event was recorded, so only the memory at the end is known; {HOW_TO_SNAPSHOT}."
             )

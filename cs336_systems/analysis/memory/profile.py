@@ -340,8 +340,11 @@ class MemoryProfile:
     is_expandable: bool = False
     """Whether the allocator had expandable segments already."""
     lacks_segments: bool = False
-    """Segments are missing in the file, so reserved bytes are a lower bound."""
-
+    """Segments are missing in the file, so reserved bytes are a lower bound; so is the peak, as of
+    blocks from before the recording only the segments tell.
+    """
+    doubts: tuple[str, ...] = ()
+    """Sentences on what cannot be in so many events that no sum is sure."""
     other_devices: tuple[OtherDevice, ...] = ()
     format_version: int = MEMORY_FORMAT_VERSION
 

@@ -25,6 +25,8 @@ from .profile import PoolMemory
 from .snapshot import NOT_RECORDED, Action, BlockState, DeviceMemory
 
 LAST_ADDRESS = np.iinfo(np.int64).max
+MIN_DOUBTFUL = 0.01
+"""Smallest share of the events whose contradictions put all sums in doubt."""
 """An address above all others."""
 
 
@@ -99,6 +101,8 @@ class Replay:
     together.
     """
     lacks_segments: bool = False
+    doubts: tuple[str, ...] = ()
+    """The notes that put all sums in doubt."""
     """Blocks lie outside of the file's segments, so `reserved_bytes` is a lower bound."""
 
     @cached_property
@@ -228,7 +232,10 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     notes = list(replay.notes)
     if reader.num_contradictions:
         times = counted(reader.num_contradictions, "time")
-        notes.insert(0, f"Events contradict each other {times}: some are lost or damaged.")
+        text = f"Events contradict each other {times}: some are lost or damaged."
+        notes.insert(0, text)
+        if reader.num_contradictions >= MIN_DOUBTFUL * len(memory.events):
+            replay = replace(replay, doubts=(text,))
     in_blocks = replay.curve(allocations.num_bytes, allocations.end)
     lacking = _lacking_segments(replay, in_blocks)
     return replace(
@@ -349,8 +356,9 @@ def _held_throughout(memory: DeviceMemory, recorded: Lifetimes) -> tuple[Lifetim
     gone, late = int(recorded.num_bytes[is_gone].sum()), int(blocks.requested_bytes[is_late].sum())
     if gone or late:
         notes.append(
-            f"The snapshot was taken after recording had ended: {counted(gone, 'byte')} had gone "
-            f"since, and {counted(late, 'byte')} had come, which are left out."
+            f"At the end {counted(gone, 'byte')} had gone that the recording has, and "
+            f"{counted(late, 'byte')} had come that it does not have, which are left out: "
+            "recording ended before the snapshot, or a part is lost."
         )
     rows = np.flatnonzero(is_unrecorded & ~is_late)
     stream = memory.segments.stream[blocks.segment[rows]]

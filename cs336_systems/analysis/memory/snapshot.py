@@ -120,6 +120,16 @@ class AllocatorEvents(Columns):
     stack: Ints
     """Number of the stack of the call that allocated or freed, or NO_STACK."""
 
+    @property
+    def has_clock(self) -> bool:
+        """Whether the times go on with the events. PyTorch reads the clock under the allocator's
+        lock, so that they never go back.
+        """
+        if not self.time_us.any():
+            return False
+        is_in_order = bool((np.diff(self.time_us) >= 0).all())
+        return is_in_order and (len(self) == 1 or bool(self.time_us[-1] > self.time_us[0]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments(Columns):

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from cs336.analysis.kernels.explain import explain  # noqa: E402
 from cs336.analysis.kernels.phases import LaunchPhase  # noqa: E402
 from cs336.analysis.kernels.step_profile import StepProfile  # noqa: E402
+from cs336.report.sections.kernels.entry import Explained  # noqa: E402
+from cs336.report.sections.kernels.findings import findings  # noqa: E402
 from tests.analysis.kernels.drawn_plans import STYLES, Part  # noqa: E402
 from tests.analysis.kernels.real_programs import RealPlan, RealTruth, draw_real, run_real  # noqa: E402
 from tests.analysis.kernels.tracing import ns  # noqa: E402
@@ -97,3 +99,63 @@ def test_backward_is_seen_without_any_range(seed: int, tmp_path: Path) -> None:
     assert activations(profile)["backward"] == profile.num_steps * backward
     updates = [row for row in profile.kernels if row.name == "aten::sub_"]
     assert {row.phase for row in updates if row.phase is not None} == {LaunchPhase.UNATTRIBUTED}
+
+
+MAKERS = (
+    lambda: torch.randn(8, 16),
+    lambda: torch.rand(8, 16).sqrt(),
+    lambda: torch.normal(0.0, 1.0, (8, 16)),
+    lambda: torch.empty(8, 16).uniform_(),
+    lambda: torch.randint(0, 9, (8, 16)).float(),
+    lambda: torch.empty(8, 16).exponential_().log(),
+    lambda: torch.full((8, 16), 0.5).bernoulli_(),
+    lambda: torch.linspace(0.0, 1.0, 128).view(8, 16),
+    lambda: torch.eye(16)[torch.randperm(16)[:8]],
+)
+"""Ways to draw a batch in the loop itself."""
+
+
+@pytest.mark.parametrize("seed", range(len(MAKERS) * 2))
+def test_a_batch_that_is_made_is_no_work_without_gradients(seed: int, tmp_path: Path) -> None:
+    """Only a teacher computes while autograd does not record, once in each step if there is one."""
+    make, has_teacher = MAKERS[seed // 2], seed % 2 == 1
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 3
+    with torch.profiler.profile() as profiler:
+        for _ in range(steps):
+            batch = make()
+            if has_teacher:
+                with torch.no_grad():
+                    batch = model(batch)
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    path = tmp_path / "t.json"
+    profiler.export_chrome_trace(str(path))
+    said = re.findall(r"(\d+) times?, the program launched work", " ".join(explain(path).notes))
+    assert said == ([str(steps)] if has_teacher else [])
+
+
+@pytest.mark.parametrize("inner", [1, 2, 4])
+def test_an_inner_loop_has_passes_of_backward_and_no_forward_of_each(
+    inner: int, tmp_path: Path
+) -> None:
+    """One forward, gradients of its loss several times, then the backward that trains."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.profiler.profile() as profiler:
+        for _ in range(3):
+            loss = model(torch.randn(8, 16)).pow(2).mean()
+            weights = list(model.parameters())
+            for _ in range(inner):
+                torch.autograd.grad(loss, weights, retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    path = tmp_path / "t.json"
+    profiler.export_chrome_trace(str(path))
+    profile = explain(path)
+    assert profile.passes_per_step == inner + 1
+    said = [finding.text for finding in findings(Explained(profile=profile))]
+    assert f"Each step of the optimizer takes {inner + 1} passes of backward." in said

@@ -2,6 +2,7 @@
 notes beside them.
 """
 
+import copy
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +19,15 @@ from cs336.analysis.memory.notes import (
     write_notes,
 )
 from cs336.config import ModelConfig
-from tests.analysis.memory.snapshots import MIB, NOTHING, Allocator, snapshot_of, some_size, write
+from tests.analysis.memory.snapshots import (
+    FIRST_TIME_US,
+    MIB,
+    NOTHING,
+    Allocator,
+    snapshot_of,
+    some_size,
+    write,
+)
 
 BEFORE = -1
 MODEL = ModelConfig(
@@ -297,7 +306,9 @@ class DrawnSnapshot:
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
-        self.has_times, self.has_frames = rng.random() < 0.7, rng.random() < 0.7
+        self.is_timed, self.has_frames = rng.random() < 0.7, rng.random() < 0.7
+        # of its own seed, so that the rest is drawn as ever
+        self.clock = random.Random(-self.seed).choice(["good", "good", "back", "still"])
         self.stacks = [draw_stack(rng) for _ in range(6)]
         self.stack_of = {id(stack.frames): stack for stack in self.stacks}
         is_expandable = rng.random() < 0.4
@@ -343,12 +354,21 @@ class DrawnSnapshot:
         entry = {"name": name, "stage": stage, "time_us": allocator.time_us, "device": 0}
         self.annotations.append(entry)
 
+    @property
+    def has_times(self) -> bool:
+        """Whether the file tells when something happened."""
+        return self.is_timed and self.clock == "good"
+
     def write(self, folder: Path) -> Path:
-        content = snapshot_of(*self.devices)
+        content = copy.deepcopy(snapshot_of(*self.devices))
         if len(self.devices) == 1:
             content["external_annotations"] = self.annotations
-        if not self.has_times:
-            for trace in content["device_traces"]:
-                for event in trace:
+        for trace in content["device_traces"]:
+            for row, event in enumerate(trace):
+                if self.clock == "still":
+                    event["time_us"] = FIRST_TIME_US
+                elif self.clock == "back" and 2 * row >= len(trace):
+                    event["time_us"] -= 10**7
+                if not self.is_timed:
                     event.pop("time_us", None)
         return write(folder / "drawn.pickle", content)

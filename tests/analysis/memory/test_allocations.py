@@ -158,7 +158,7 @@ FREED = ("free_requested", 0, 9), ("free_completed", 0, 9)
 
 
 TWICE = ("alloc", 0, 9)
-CONTRADICT, ENDED = "contradict each other", "after recording had ended: "
+CONTRADICT, ENDED = "contradict each other", "At the end "
 
 
 @pytest.mark.parametrize(

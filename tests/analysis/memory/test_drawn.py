@@ -10,6 +10,7 @@ import pytest
 
 from cs336.analysis.memory.explain import explain_memory
 from cs336.analysis.memory.profile import MemoryProfile
+from cs336.report.sections.memory.compared import compared_snapshots
 from cs336.report.sections.memory.findings import answer, findings
 from tests.analysis.memory.programs import DrawnSnapshot, DrawnStack
 from tests.analysis.memory.snapshots import MIB, Allocator
@@ -113,6 +114,8 @@ def check(seed: int, folder: Path) -> Counter[str]:
     assert sum(part.num_bytes for part in peak.categories) == peak.allocated_bytes
     assert profile.peak_reserved_bytes == max(truth.reserved for truth in allocator.truth)
     assert (peak.time_s is not None) == drawn.has_times or not allocator.events
+    is_broken = drawn.is_timed and not drawn.has_times and bool(allocator.events)
+    assert any("run backwards or stand still" in note for note in profile.notes) == is_broken
     moment = [truth.allocated for truth in allocator.truth].index(peak.allocated_bytes)
     if drawn.has_times and len(drawn.devices) == 1 and moment:
         assert peak.ranges == drawn.ranges_at[moment - 1]
@@ -181,3 +184,47 @@ def test_reserved_memory_is_a_lower_bound_where_segments_are_missing(
             assert ("or more" in finding.text) is profile.lacks_segments
     if profile.peak_reserved_bytes < true_bytes:
         assert profile.lacks_segments
+    said = {finding.code: finding.text for finding in answer(profile)}
+    assert ("or more" in said["peak"].partition(";")[0]) is profile.lacks_segments
+    true_peak = peak_bytes(drawn.devices[device])
+    assert profile.peak.allocated_bytes <= true_peak
+    if profile.peak.allocated_bytes < true_peak:
+        assert profile.lacks_segments
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_peak_of_events_that_contradict_each_other_is_in_doubt(seed: int, tmp_path: Path) -> None:
+    """A share of the frees is lost; a walk over the events finds what is allocated while in use."""
+    drawn = DrawnSnapshot(seed)
+    content = pickle.loads(drawn.write(tmp_path).read_bytes())
+    rng, share = random.Random(seed), [0.0, 0.05, 0.3, 1.0][seed % 4]
+    wrong: list[float] = []
+    for device, trace in enumerate(content["device_traces"]):
+        lost, in_use, count = set[int](), set[int](), 0
+        kept = []
+        for event in trace:
+            action, address = event["action"], event.get("addr", 0)
+            if action == "free_requested" and rng.random() < share:
+                lost.add(address)
+            is_free = action.startswith("free")
+            if action == "alloc":
+                count += address in in_use
+                in_use.add(address)
+            elif is_free and address not in lost:
+                in_use.discard(address)
+            if not (is_free and address in lost):
+                kept.append(event)
+            elif action == "free_completed":
+                lost.discard(address)
+        content["device_traces"][device] = kept
+        wrong.append(count / max(len(kept), 1))
+    path = tmp_path / "lost.pickle"
+    path.write_bytes(pickle.dumps(content))
+    for device, part in enumerate(wrong):
+        profile = explain_memory(path, device)
+        said = {finding.code: finding.text for finding in answer(profile)}
+        if "peak" in said:
+            assert ("in doubt" in said["peak"]) is bool(profile.doubts)
+        assert bool(profile.doubts) is (part >= 0.01)
+        told = [finding.text for finding in compared_snapshots(profile, profile, 5).findings]
+        assert any("A's peak is in doubt" in text for text in told) is bool(profile.doubts)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ....text import counted
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
+from ..calls import ApiCallKind
 from ..collectives import of_collective
 from ..kineto_content import TORCH_TRACE
 from ..kineto_events import HOW_TO_TRACE, Args, Category, EventBatch, TraceEvents
@@ -51,8 +52,7 @@ _BATCHES = (
 
 
 def read_kineto(path: Path) -> Trace:
-    """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is
-    not a trace.
+    """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for other files.
 
     If no device ran anything, the host's operators take the place of kernels.
     """
@@ -87,6 +87,7 @@ def read_kineto(path: Path) -> Trace:
         messages=tuple(session.messages),
         device_names=device_names,
         is_of_host=is_of_host,
+        lacks_device=is_of_host and session.uses_device,
         notes=(*session.notes(is_of_host), *odd),
     )
     return with_copies_apart(trace)
@@ -112,15 +113,26 @@ class _Session:
         self._launches = Launches(self.calls)
         self.ranges = self.ranges_of(ranges)
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether the host launched something on a device, or sent messages by NCCL, which only
+        devices do.
+        """
+        calls, ranges, strings = self.calls, self.ranges, self.strings.all
+        is_launch = of_names(calls.name, strings, ApiCallKind.LAUNCH.is_done_by, np.bool_)
+        is_message = of_names(ranges.name, strings, lambda name: name.startswith("nccl:"), np.bool_)
+        return bool(is_launch.any() or is_message.any())
+
     def notes(self, is_of_host: bool) -> Iterator[str]:
         """Notes on what the file lacks."""
         if not is_of_host and not len(self.calls):
             yield (
                 f"No calls of the device's runtime, so no kernel's launch is known: {HOW_TO_TRACE}."
             )
-        if is_of_host and len(self.calls):
+        if is_of_host and self.uses_device:
             yield (
-                "CUDA was called, but no device ran anything: the operators of the host are shown."
+                "The program used a device, whose work is not in the file: the operators of the "
+                "host are shown, whose times are those of launching."
             )
         if not len(self.ranges):
             yield (

@@ -162,8 +162,8 @@ class _Export(Tables):
         launches = int(is_launch.sum())
         if not launches:
             return (
-                f"{missing}: the host launched no kernel in the recorded time, in which it made "
-                f"{len(calls)} calls of CUDA; record a part of the program that computes"
+                f"{missing}, and no launch of a kernel among the {len(calls)} calls of CUDA in "
+                "the file; record a part of the program that computes"
             )
         return (
             f"{missing}, and {launches} launches of kernels: CUDA was traced, and its kernels "

@@ -310,6 +310,16 @@ def _cautions(sides: Sides) -> list[Finding]:
         if side.doubts:
             text = f"{name} is in doubt: {'; '.join(side.doubts)}."
             cautions.append(Finding(code="doubt", text=text))
+    if sides.a.device_names != sides.b.device_names:
+        text = "The devices differ: what differs need not be the program's."
+        cautions.append(Finding(code="devices", text=text))
+    shown_by = [side.steps_from for side in (sides.a, sides.b)]
+    if shown_by[0] != shown_by[1] and not sides.a.is_whole_trace:
+        text = (
+            f"A's steps are shown by {label(shown_by[0])}, B's by {label(shown_by[1])}: they need "
+            "not be the same piece of work."
+        )
+        cautions.append(Finding(code="unlike steps", text=text))
     if kinds[0] != kinds[1]:
         text = f"Kinds of steps: in A {kinds[0]}; in B {kinds[1]}."
         cautions.append(Finding(code="kinds", text=text))

@@ -87,6 +87,7 @@ class Figures:
         self.entry, self.profile, self.config = entry, entry.profile, entry.config
         profile = entry.profile
         self.item, self.time = terms(profile)
+        self.whole = "recording" if profile.is_whole_trace else "step"
         self.on_device = profile.work is Work.KERNELS
         self.span = entry.span()
         self.kernel_s = kernel_s(profile)
@@ -124,9 +125,11 @@ class Figures:
 
     def advice(self, *candidates: Remedy) -> str:
         """The flags of the ways that are open to the run, with the most that each gains, in
-        brackets after a space; empty if there are none.
+        brackets after a space; empty if there are none, or if the times are in doubt.
         """
-        ways = []
+        ways: list[str] = []
+        if self.profile.lacks_device or self.profile.doubts:
+            return ""
         for remedy in candidates:
             named = remedies(self.config, remedy, in_use=self.in_use)
             # what else is advised, a larger batch, makes no step shorter

@@ -7,11 +7,12 @@ reported only if it costs at least the share that its threshold below gives.
 
 import math
 import re
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase
-from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes
+from ....analysis.kernels.step_profile import Awaited, Gap, HostCalls, IdleCause, KernelTimes
 from ....analysis.remedies import OF_PRECISION, Remedy, remedies
 from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
@@ -77,6 +78,11 @@ _BOUNDS = {
 """What the step would be without, for causes of idle time of which the file shows what goes with
 them.
 """
+_WAITS_FOR = {
+    Awaited.TO_HOST: "an .item(), a .cpu() or a print of a tensor",
+    Awaited.TO_DEVICE: "a .to(device) of memory that is not pinned",
+}
+"""What makes a program of PyTorch wait for copies in each direction."""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
@@ -104,7 +110,9 @@ def findings(entry: Explained) -> tuple[Finding, ...]:
         *finder.moving(),
     ]
     problems.sort(key=lambda problem: -problem.cost)
-    of_step = [*finder.limit(), *finder.kinds(), *finder.gaps(), *finder.bounds()]
+    of_step = [*finder.limit(), *finder.uneven(), *finder.kinds()]
+    if not entry.profile.doubts:  # else events may lie in what seems to be idle time
+        of_step += [*finder.gaps(), *finder.bounds()]
     of_others = [Finding(code="plug-in", text=text) for text in added_findings(entry)]
     return (*of_step, *problems, *activity_finding(finder), *of_others)
 
@@ -116,6 +124,25 @@ def answer(entry: Explained) -> tuple[Finding, ...]:
 
 class _Findings(Verdict):
     """Makes the findings of one profile."""
+
+    def uneven(self) -> Iterator[Finding]:
+        """A step so long that the mean is like none of the steps, as a first one that loads code
+        is. The clock of a run without a profiler did not time it.
+        """
+        walls_s = wall_by_step_s(self.profile)
+        longest_s = max(walls_s)
+        step = walls_s.index(longest_s)
+        others_s = [*walls_s[:step], *walls_s[step + 1 :]]
+        if self.span.by_clock or not others_s:
+            return
+        usual_s = statistics.median(others_s)
+        if longest_s >= TIMES_MEDIAN * usual_s:
+            text = (
+                f"No step is like the mean: step {step} takes {ms(longest_s)}, and the median of "
+                f"the others is {ms(usual_s)}."
+            )
+            numbers = {"step": float(step), "longest": longest_s, "usual": usual_s}
+            yield Finding(code="uneven", text=text, numbers=numbers)
 
     def kinds(self) -> Iterator[Finding]:
         """How many steps of which kind there are, and how long they take; how many passes make a
@@ -134,16 +161,19 @@ class _Findings(Verdict):
             yield Finding(code="kinds", text=text, numbers=numbers)
         passes = self.profile.passes_per_step or 1
         if passes > 1:
-            text = f"Each step of the optimizer takes {passes} passes of forward and backward."
+            text = f"Each step of the optimizer takes {passes} passes of backward."
             yield Finding(code="passes", text=text, numbers={"passes": passes})
 
     def copies(self) -> Iterator[Finding]:
-        """Copies that do not limit the step, and cost time in which no kernel runs."""
+        """Copies that do not limit the step, and cost time in which no kernel runs, if it is sure
+        that none runs.
+        """
         if (
             self.profile.copies
+            and not self.profile.doubts
             and MIN_SHARE * self.step_s <= self.copies_s < MIN_LATE_SHARE * self.step_s
         ):
-            text = self.copying("the step")
+            text = self.copying(f"the {self.whole}")
             text = f"{text[0].upper()}{text[1:]}"
             numbers = {"copies_s": self.copies_s, "gain_s": copies_gain_s(self.entry)}
             yield self.finding("copies", text, self.copies_s, **numbers)
@@ -197,23 +227,10 @@ class _Findings(Verdict):
                 bounds.append(f"{self.ms(gains_s[cause])} less without {_BOUNDS[cause]}{flags}")
         if not bounds:
             return
-        text = f"The step would take at most {', '.join(bounds)}"
+        text = f"The {self.whole} would take at most {', '.join(bounds)}"
         if sum(told.values()) > self.span.idle_s:
             text += f", and in all at most {self.ms(self.span.idle_s)} less"
         yield self.finding("bounds", f"{text}.", **told)
-
-    def has_many_short(self, cause: IdleCause) -> bool:
-        """Whether the idle time of this cause is made up of many short idle times, which fewer
-        kernels would save, and not of a few long ones.
-
-        It is if idle times of the median length of their phase, as many as there are, would take
-        at least half as long as the real ones take in all.
-        """
-        by_phase = [times for times in self.profile.idle if times.cause is cause]
-        if any(times.median_s is None for times in by_phase):
-            return True  # of an older version, which did not keep it
-        if_all_median_s = sum(times.count * (times.median_s or 0.0) for times in by_phase)
-        return 2 * if_all_median_s >= added(by_phase).total_s
 
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
@@ -230,19 +247,19 @@ class _Findings(Verdict):
             lost_s = self.span.gain_s(idle(self.profile, IdleCause.HOST_WAITED, phase).total_s)
             names = ", ".join(dict.fromkeys(label(call.name) for call in waits))
             copies = " after a copy to the host" if len(waits) < len(calls) else ""
-            cause = "an .item(), a .cpu() or a print of a tensor"
-            if all(call.name.endswith("DeviceSynchronize") for call in waits):
-                cause = "a torch.cuda.synchronize()"
+            question = _asked(waits)
             times = self.count(count, "time")
             gain = calls_gain_s(self.entry, calls)
             idles = ""
             if lost_s:
                 idles = f", after which the GPU idles {self.ms(lost_s)} until the next launch"
             text = (
-                f"The host waits for the device in {self.where(phase)}, {times} a step "
-                f"({names}{copies}): {self.ms(added(calls).total_s)} a step{idles}. Is there "
-                f"{cause}? Without it the step takes at most {self.ms(gain)} less."
+                f"The host waits for the device in {self.where(phase)}, {times} a {self.whole} "
+                f"({names}{copies}): {self.ms(added(calls).total_s)} a {self.whole}{idles}."
+                f"{question}"
             )
+            if not self.profile.doubts:
+                text += f" Without it the {self.whole} takes at most {self.ms(gain)} less."
             numbers = {
                 "idle_s": lost_s,
                 "wait_count": count,
@@ -269,7 +286,7 @@ class _Findings(Verdict):
             where = self.where(phase)
             text = (
                 f"The GPU idles {self.ms(paused_s)} before kernels of {where} while the host "
-                f"makes no CUDA call{longest}."
+                f"makes no call to the device{longest}."
             )
             yield self.finding(f"pauses in {phase}", text, paused_s, idle_s=paused_s)
 
@@ -290,7 +307,11 @@ class _Findings(Verdict):
             yield self.finding("unknown kernels", text, unknown_s, kernel_s=unknown_s)
 
     def unattributed(self) -> Iterator[Finding]:
-        """Kernels in a step and in no phase."""
+        """Kernels in a step that were launched in no phase; without calls nothing was seen to be
+        launched.
+        """
+        if self.on_device and not self.profile.host_calls:
+            return
         lost_s = kernel_s(self.profile, [LaunchPhase.UNATTRIBUTED])
         if matters(lost_s, MIN_SHARE, self.kernel_s):
             text = (
@@ -311,11 +332,11 @@ class _Findings(Verdict):
             if lost_s >= MIN_SHARE * self.step_s:
                 more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}"
             what = "Communication"
-            if not self.profile.ranks:
+            if all(times.waited_s is None for times in self.profile.ranks):
                 what = "Communication, with waiting for other ranks,"
             text = (
                 f"{what} takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "
-                f"{self.of_step(lost_s)} of the step, the GPU computes nothing{more}"
+                f"{self.of_step(lost_s)} of the {self.whole}, the GPU computes nothing{more}"
             )
             numbers = {"total_s": ran_s, "exposed_s": lost_s}
             yield self.finding("communication", text, lost_s, **numbers)
@@ -392,8 +413,8 @@ class _Findings(Verdict):
             is_fused = fused.total_s >= added(classes).total_s / 2
             flags = "" if is_fused else self.advice(Remedy.OPTIMIZER)
             text = (
-                f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the step, in "
-                f"{self.count(num_launches(*phases), self.item)}{flags}."
+                f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the "
+                f"{self.whole}, in {self.count(num_launches(*phases), self.item)}{flags}."
             )
             gain = gain_s(self.entry, Remedy.OPTIMIZER)
             yield self.finding("optimizer", text, whole_s, wall_s=whole_s, gain_s=gain)
@@ -404,7 +425,7 @@ class _Findings(Verdict):
         classes = [times for times in self.profile.classes if times.phase in computing]
         moving_s = added(times for times in classes if times.kind in _MOVING).total_s
         whole_s = added(classes).total_s
-        if matters(moving_s, MIN_LARGE_SHARE, whole_s):
+        if not self.profile.lacks_device and matters(moving_s, MIN_LARGE_SHARE, whole_s):
             where = " and ".join(dict.fromkeys(str(times.phase) for times in classes))
             text = (
                 f"In {where}, {percent_of(moving_s, whole_s)} of the {self.time}, "
@@ -413,6 +434,17 @@ class _Findings(Verdict):
             )
             gain = gain_s(self.entry, Remedy.COMPILE)
             yield self.finding("moving", text, moving_s, kernel_s=moving_s, gain_s=gain)
+
+
+def _asked(waits: Sequence[HostCalls]) -> str:
+    """What the program may do that makes these calls, as a question after a space; empty where
+    nothing in the file shows it.
+    """
+    if all(call.name.endswith("DeviceSynchronize") for call in waits):
+        return " Is there a torch.cuda.synchronize()?"
+    awaited = {call.awaited for call in waits}
+    causes = [cause for copy, cause in _WAITS_FOR.items() if copy in awaited]
+    return f" Is there {' or '.join(causes)}?" if causes else ""
 
 
 def doing(gap: Gap) -> str:

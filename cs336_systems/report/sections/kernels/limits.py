@@ -43,7 +43,7 @@ class Limit(StrEnum):
     COPIES = "copies"
     COMMUNICATION = "communication"
     IDLE = "idle times of several causes"
-    ONE_STEP = "not seen from one step"
+    ONE_STEP = "not seen from a part of the work"
     DOUBT = "in doubt"
 
 
@@ -83,12 +83,15 @@ def undoubted_limit(entry: Explained) -> Limit | None:
 
 
 def _is_part_of_work(entry: Explained) -> bool:
-    """Whether the file has work of the program that its steps do not show: kernels beside a single
-    step, or beside several steps a large part of the time of all kernels. The GPU may wait there.
+    """Whether the program has work that the file's steps do not show: kernels beside a single step,
+    or beside several steps a large part of the time of all kernels; without steps, all that lies
+    before the first kernel and after the last. The GPU may wait there.
     """
     profile = entry.profile
     left = profile.left
-    if profile.is_whole_trace or entry.span().by_clock:
+    if profile.is_whole_trace:
+        return True
+    if entry.span().by_clock:
         return False
     if profile.num_steps == 1:
         return left.outside + left.no_launch + left.cut > 0
@@ -149,7 +152,7 @@ class Verdict(Figures):
         verdict = self.verdict(limit)
         if doubts:
             verdict = (
-                f"In doubt is what limits the step: {'; '.join(doubts)}. By the file's "
+                f"In doubt is what limits the {self.whole}: {'; '.join(doubts)}. By the file's "
                 f"times: {verdict}"
             )
         yield self.finding(
@@ -168,13 +171,18 @@ class Verdict(Figures):
     def verdict(self, limit: Limit) -> str:
         """What limits the step on a GPU."""
         if limit is Limit.COPIES:
-            return f"Copies limit the step: {self.copying(self.ms(self.step_s))}"
+            return f"Copies limit the {self.whole}: {self.copying(self.ms(self.step_s))}"
         if limit is Limit.DATA:
-            return f"Data limits the step: {self.loading()}"
+            return f"Data limits the {self.whole}: {self.loading()}"
         if limit is Limit.BETWEEN:
             return self.waiting_between()
         busy = self.busy()
         if limit is Limit.LAUNCHES:
+            if not self.has_many_short(IdleCause.LATE_LAUNCH):
+                return (
+                    f"The CPU is the limit: the GPU is busy {busy} A few long idle times are most "
+                    "of that: fewer kernels would not save them."
+                )
             ways = against_launches(self.config, self.in_use)
             slower = " A profiler makes each launch slower: without one it is less."
             if self.span.by_clock:
@@ -188,13 +196,7 @@ class Verdict(Figures):
         if limit is Limit.COMMUNICATION:
             return f"Communication is a limit: the GPU is busy {busy}"
         if limit is Limit.ONE_STEP:
-            steps = "the only whole step"
-            if self.profile.num_steps > 1:
-                steps = f"the {self.profile.num_steps} steps"
-            return (
-                f"In {steps} of the file the GPU is busy {busy} What it does outside of them is "
-                "not seen."
-            )
+            return f"{self.part_of_work()} {busy} What it does outside of them is not seen."
         host_s = sum(self.profile.step_s)
         if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:
             return (
@@ -204,13 +206,35 @@ class Verdict(Figures):
             )
         return f"The GPU is the limit: it is busy {busy}"
 
+    def part_of_work(self) -> str:
+        """The part of the program's work that the file shows, and that the GPU is busy in it."""
+        if self.profile.is_whole_trace:
+            return "Between its first work and its last in the file the GPU is busy"
+        steps = "the only whole step"
+        if self.profile.num_steps > 1:
+            steps = f"the {self.profile.num_steps} steps"
+        return f"In {steps} of the file the GPU is busy"
+
+    def has_many_short(self, cause: IdleCause) -> bool:
+        """Whether the idle time of this cause is made up of many short idle times, which fewer
+        kernels would save, and not of a few long ones.
+
+        It is if idle times of the median length of their phase, as many as there are, would take
+        at least half as long as the real ones take in all.
+        """
+        by_phase = [times for times in self.profile.idle if times.cause is cause]
+        if any(times.median_s is None for times in by_phase):
+            return True  # of an older version, which did not keep it
+        if_all_median_s = sum(times.count * (times.median_s or 0.0) for times in by_phase)
+        return 2 * if_all_median_s >= added(by_phase).total_s
+
     def busy(self) -> str:
         """How much of the step the GPU is busy, with the profiler's own times beside those of the
         clock, how much of that with nothing but collectives, and how much it is idle because of
         late launches.
         """
         span, at_most = self.span, ""
-        text = f"{percent_of(span.busy_share)} of the step's {self.ms(self.step_s)}"
+        text = f"{percent_of(span.busy_share)} of the {self.whole}'s {self.ms(self.step_s)}"
         if span.by_clock:
             at_most = "at most "
             text += (
@@ -265,17 +289,17 @@ class Verdict(Figures):
             remedy = next(
                 (remedy for start, remedy in _COPIES.items() if kind.startswith(start)), ""
             )
-            if remedy:
+            if remedy and not self.profile.doubts:
                 gain = self.ms(copies_gain_s(self.entry))
                 text += f": {remedy} (at most {gain} less)"
         return f"{text}."
 
     def launch_cost(self) -> str:
         """CPU time per launch and duration of a kernel; the CPU is the limit because the first
-        is the longer one.
+        is the longer one. Without steps it is not known how long the CPU worked.
         """
         count, calls_s = self.launching()
-        if not count:
+        if not count or self.profile.is_whole_trace:
             return ""
         launching = [times for times in self.profile.phases if any(times.launches)]
         host_s = total(times.host_s for times in launching)
@@ -283,6 +307,6 @@ class Verdict(Figures):
         who = "Under the profiler the CPU" if self.span.by_clock else "The CPU"
         return (
             f" {who} takes {us(host_s / count)} per launch, "
-            f"{us(calls_s / count)} of it in CUDA's own call; a kernel runs "
+            f"{us(calls_s / count)} of it in the call itself; a kernel runs "
             f"{us(kernel_s)} on average."
         )

@@ -64,6 +64,7 @@ _PHASE_CSV = (
 )
 _OF_A_DEVICE = ("busy_mean_ms", "busy_std_ms", "busy_share", "host_mean_ms", "host_std_ms")
 """Values of what a device does beside its host; a trace of a CPU has none of them."""
+_OF_A_HOST = ("host_mean_ms", "host_std_ms", "host_per_launch_ms", "host_per_launch_s")
 CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
 _RARE_CLASSES = (KernelClass.CONVOLUTION, KernelClass.RECURRENCE, KernelClass.SORT)
 """Classes that have columns only where a kernel is of them."""
@@ -149,6 +150,9 @@ def _phase_row(entry: Explained, name: str, parts: Sequence[PhaseTimes]) -> Row:
     row["host_per_launch_s"] = ratio(host_ms / 1e3, calls)
     if profile.work is Work.OPERATORS:
         row |= dict.fromkeys(_OF_A_DEVICE)
+    if profile.is_whole_trace and LaunchPhase.UNATTRIBUTED in launched_in:
+        # from the first work of the device to the last, whatever the host did
+        row |= dict.fromkeys(_OF_A_HOST)
     return row | _by_clock(entry, name, row["wall_mean_ms"])
 
 
@@ -169,10 +173,14 @@ def _by_clock(entry: Explained, name: str, wall_ms: float) -> Row:
 
 
 def _of_one_trace(profile: StepProfile) -> Iterator[str]:
-    """The step by the host's clock, and what the file lacks."""
+    """The step by the host's clock, or how long a file without steps is, and what it lacks."""
     mean_ms, std_ms = mean_std_ms([profile.step_s])
     time_ms = mean_and_std(mean_ms, std_ms) if mean_ms else "0"
-    yield f"The step by the host's clock: {time_ms} ms."
+    if profile.is_whole_trace:
+        what = "event" if profile.work is Work.OPERATORS else "kernel or copy"
+        yield f"From the first {what} to the last: {time_ms} ms."
+    else:
+        yield f"The step by the host's clock: {time_ms} ms."
     yield from profile.notes
 
 

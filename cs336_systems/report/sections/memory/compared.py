@@ -23,8 +23,10 @@ def compared_snapshots(a: MemoryProfile, b: MemoryProfile, top: int) -> Differen
     sections = []
     for title, of_title in parts.items():
         sections.append(difference_section(f"{title}, at the peak", of_title, top, amount))
-    evidence = []
+    evidence, cautions = [], []
     for name, profile in (("A", a), ("B", b)):
+        if why := _unsure(profile):
+            cautions.append(Finding(code="doubt", text=f"{name}'s peak is {why}."))
         at_peak = when(profile.peak)
         peak = f" Its peak is {at_peak}." if at_peak else ""
         evidence.append(f"{name}: {about(profile)}{peak}")
@@ -37,8 +39,16 @@ def compared_snapshots(a: MemoryProfile, b: MemoryProfile, top: int) -> Differen
             numbers=numbers_of(parts["Lines of code"]),
         ),
         Finding(code="evidence", text=" ".join(evidence)),
+        *cautions,
     ]
     return Difference(findings=findings, sections=sections)
+
+
+def _unsure(profile: MemoryProfile) -> str:
+    """What the peak is where the file does not have all of it; empty where it has."""
+    if profile.doubts:
+        return "in doubt: events contradict each other"
+    return "a lower bound: segments are missing" if profile.lacks_segments else ""
 
 
 def category_amounts(profile: MemoryProfile) -> dict[str, Amount]:

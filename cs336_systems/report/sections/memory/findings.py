@@ -53,7 +53,9 @@ def findings(profile: MemoryProfile) -> tuple[Finding, ...]:
     """Running out of memory comes first, then the peak, then problems, and what could not be
     read.
     """
-    noted = [Finding(code="note", text=text) for text in profile.notes]
+    # what is in doubt is told with the peak
+    others = (text for text in profile.notes if text not in profile.doubts)
+    noted = [Finding(code="note", text=text) for text in others]
     of_others = added_findings(MemoryEntry(profile=profile))
     return (
         *_out_of_memory(profile),
@@ -214,8 +216,12 @@ def _peak(profile: MemoryProfile) -> Finding:
             parts.append(f"{label(name)} {size(part)} ({100 * part / whole:.1f} %)")
             numbers[name] = part
     of_what = ", ".join(parts) or "nothing"
-    moment = ", ".join(part for part in (size(whole), when(peak)) if part)
+    most = f"{size(whole)} or more" if profile.lacks_segments else size(whole)
+    if profile.doubts:
+        most = f"in doubt, {size(whole)} by the file's events"
+    moment = ", ".join(part for part in (most, when(peak)) if part)
     text = f"The peak is {moment}; it consists of {of_what}."
+    text = " ".join([text, *profile.doubts])
     if profile.other_devices:
         text = f"On GPU {profile.device} {text[0].lower()}{text[1:]}"
     return Finding(code="peak", text=text, numbers=numbers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cs336.analysis.kernels.classes import KernelClass
-from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
+from cs336.analysis.kernels.step_profile import Awaited, IdleCause, StepProfile
 from cs336.config import (
     SIZES,
     Attention,
@@ -154,8 +154,8 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     assert "1.51 ms a step" in waits
     assert "idles 1.50 ms" in waits
     assert (
-        "idles 0.500 ms before kernels of forward while the host makes no CUDA call; the longest "
-        "time, 1.00 ms, before" in pause
+        "idles 0.500 ms before kernels of forward while the host makes no call to the device; "
+        "the longest time, 1.00 ms, before" in pause
     )
     assert "in block.1 > ffn:" in pause
     # 22 of 40 ms of kernels
@@ -207,13 +207,18 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "words"),
+    ("calls", "awaited", "asked", "words"),
     [
-        ((("cudaDeviceSynchronize", 2, False),), ("torch.cuda.synchronize()",)),
-        ((("cudaStreamSynchronize", 2, False),), (".item()",)),
-        ((("cudaMemcpy", 6, True),), ("3 times a step (cudaMemcpy):",)),  # waits itself
+        ((("cudaDeviceSynchronize", 2, False),), Awaited.UNKNOWN, "torch.cuda.synchronize()", ()),
+        ((("cudaStreamSynchronize", 2, False),), Awaited.UNKNOWN, "", ()),
+        ((("cudaStreamSynchronize", 2, False),), Awaited.TO_HOST, ".item()", ()),
+        ((("cudaStreamSynchronize", 2, False),), Awaited.TO_DEVICE, ".to(device)", ()),
+        # waits itself
+        ((("cudaMemcpy", 6, True),), Awaited.TO_HOST, ".item()", ("3 times a step (cudaMemcpy):",)),
         (
             (("cudaStreamSynchronize", 222, False), ("cudaMemcpyAsync", 222, True)),
+            Awaited.TO_HOST,
+            ".item()",
             (
                 "111 times a step (cudaStreamSynchronize after a copy",
                 "4.00 ms a step",
@@ -222,16 +227,19 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
         ),
     ],
 )
-def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
-    waits = tuple(
-        make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True)
-        for name, count, copies in calls
-    )
+def test_waits_are_counted_and_their_cause_is_asked_for(calls, awaited, asked, words) -> None:
+    """Only what the file shows to be waited for is asked for."""
+    waits = []
+    for name, count, copies in calls:
+        call = make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True)
+        waits.append(replace(call, awaited=awaited))
     _, text = findings(
-        quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),))
+        quiet(host_calls=tuple(waits), idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),))
     )
     assert all(word in text for word in words)
-    assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
+    causes = ("torch.cuda.synchronize()", ".item()", ".to(device)")
+    assert [cause for cause in causes if cause in text] == ([asked] if asked else [])
+    assert ("Is there" in text) is bool(asked)
 
 
 def test_kernels_in_no_phase() -> None:
@@ -374,6 +382,9 @@ def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() ->
     text = told(make_shared(ranks=make_ranks((0, 0), (1, 3))))
     assert "wait for rank 0 in 2 of 2 steps, up to 2.00 ms" in text
     assert "in 2 of 2 steps" not in told(make_shared(ranks=make_ranks((0, 3), (1, 0))))
+    # where other ranks are not here, waiting for them is not told apart
+    unknown = tuple(replace(times, waited_s=None) for times in make_ranks((0, 0), (1, 3)))
+    assert told(make_shared(ranks=unknown)).startswith("Communication, with waiting for other")
     # 2 % of the exposed time
     assert "rank" not in told(make_shared(ranks=make_ranks((0, 0), (0.1, 0.1))))
 
