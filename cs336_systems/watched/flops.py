@@ -3,6 +3,7 @@ tensors have no data, and the matmuls, convolutions and attentions in it are cou
 """
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,9 +82,21 @@ class LoopTracer:
             recomputed += count * counter.recomputed
         if not executed:
             return None, "the model computes no matmul, convolution or attention"
-        per_step = (executed - recomputed) / len(steps)
-        self.last = LoopFlops(per_step=per_step, recomputed_per_step=recomputed / len(steps))
+        self.last = LoopFlops(
+            per_step=(executed - recomputed) / len(steps),
+            recomputed_per_step=recomputed / len(steps),
+            modules_with_hooks=self._num_hooked(counts),
+        )
         return self.last, ""
+
+    def _num_hooked(self, passes: Iterable[Passed]) -> int:
+        """Modules of the models of these passes that have forward hooks of others."""
+        models = {self._reader.calls.seen[one.call].model() for one in passes}
+        hooked: set[nn.Module] = set()
+        for model in models:
+            if model is not None:
+                hooked.update(filter(has_hooks_of_others, model.modules()))
+        return len(hooked)
 
     def _why_not(self, passes: Collection[Passed]) -> str:
         """Why the FLOPs of these passes are not known; empty if a trace tells them."""
@@ -205,6 +218,16 @@ def _staying(model: nn.Module) -> contextlib.AbstractContextManager[object]:
 
 def _is_host(value: object) -> bool:
     return isinstance(value, str | torch.device) and str(value).startswith("cpu")
+
+
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """Whether a forward hook of the module is neither this program's nor PyTorch's."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        owner = getattr(function, "__module__", None) or type(function).__module__
+        if owner.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+            return True
+    return False
 
 
 def _parameters_in(args: Iterable[Any]) -> Iterator[nn.Parameter]:

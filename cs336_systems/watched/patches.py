@@ -138,8 +138,9 @@ class Patches:
             for loop in tuple(self._loops):
                 if loop.timeline.enter(phase):
                     seeing.append(loop)
-                    if phase is Phase.BACKWARD:
-                        loop.reader.differentiates(arguments)
+                    # a model may differentiate within its forward pass, and then does so in a trace
+                    if phase is Phase.BACKWARD and loop.reader.open_pass is None:
+                        loop.reader.limits.see_backward(arguments)
             return seeing
         finally:
             eval_frame.set_eval_frame(prior)

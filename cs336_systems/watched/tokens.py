@@ -146,7 +146,7 @@ class PassReader:
         """The modules after whose calls `multiplies` is to be called."""
         self.order = AxisOrder()
         self.calls = Calls()
-        self._open: Pass | None = None
+        self.open_pass: Pass | None = None
         """The pass that is open."""
         self._masks: list[Tensor] = []
         """The masks that it is given."""
@@ -167,12 +167,12 @@ class PassReader:
     ) -> None:
         """Begin to read a forward pass, which is given these."""
         self._masks = []
-        self._is_transformed = is_transformed()
+        self._is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if self._is_transformed:
             self.limits.reason = TRANSFORMED
-            self._open = Pass(new(Call, (model, NO_ARGUMENTS, NOTHING)), mark, embedded=[])
+            self.open_pass = Pass(new(Call, (model, NO_ARGUMENTS, NOTHING)), mark, embedded=[])
             return
-        self._open = Pass(call_of(model, inputs, named), mark)
+        self.open_pass = Pass(call_of(model, inputs, named), mark)
         if self.looks_closely:
             self.limits.see_trained(model)
         if self.order.num_passes < FIRST_PASSES:
@@ -186,7 +186,7 @@ class PassReader:
 
     def embeds(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Note what a module is given, if it looks tokens up."""
-        seen = self._open
+        seen = self.open_pass
         if seen is None or self._is_transformed:
             return
         if seen.embedded is None:
@@ -200,7 +200,7 @@ class PassReader:
 
     def mixes(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Note the length of the sequences that PyTorch's attention or recurrence is given."""
-        seen = self._open
+        seen = self.open_pass
         if seen is None or self._is_transformed or self.order.num_passes >= FIRST_PASSES:
             return
         given = inputs[0] if inputs else next(iter(named.values()), None)
@@ -212,10 +212,10 @@ class PassReader:
         """Note the type that a module has computed in: by autograd's graph of its result, and where
         it has none, by what one of PyTorch's own layers was given.
         """
-        if self._open is None:
+        if self.open_pass is None:
             return
-        if self._open.embedded is None:
-            self._open.embedded = []
+        if self.open_pass.embedded is None:
+            self.open_pass.embedded = []
         if self.num_seen >= ENOUGH_MATMULS:
             return
         self.num_seen += 1
@@ -230,16 +230,9 @@ class PassReader:
         if dtype is not None:
             self._inner = self.outer_dtype, dtype
 
-    def differentiates(self, arguments: tuple[Any, ...]) -> None:
-        """Look at a backward of the loop, and not of the model's own; `arguments` are those of
-        autograd's engine.
-        """
-        if self._open is None:
-            self.limits.see_backward(arguments)
-
     def ends(self, model: nn.Module, result: Any) -> Pass:  # noqa: ANN401
         """What the pass was given, which ends now with this result."""
-        seen, self._open = self._open, None
+        seen, self.open_pass = self.open_pass, None
         assert seen is not None
         # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
         first = next(iter(model._modules.values()), None)
@@ -444,11 +437,6 @@ def only_low_dtype(model: nn.Module) -> torch.dtype | None:
 def is_of_pytorch(module: nn.Module) -> bool:
     """Whether the module computes as PyTorch's own class says, in the type that it is given."""
     return type(module).__module__.startswith("torch.nn.modules") and "forward" not in vars(module)
-
-
-def is_transformed() -> bool:
-    """Whether code runs within a transform of torch.func, such as vmap or grad."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def computed_in(value: Tensor, device_type: str) -> torch.dtype:

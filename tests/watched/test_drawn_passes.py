@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 from cs336 import watch
+from cs336.analysis.loop_times import loop_sentences
 from cs336.config import Precision
 from cs336.watched.graph import HIGHER, PARTIAL, REFROZEN, TRANSFORMED, TWICE
 
@@ -440,5 +441,7 @@ def test_hooks_of_others_are_left_out_of_a_trace_whatever_module_has_them(tmp_pa
     record = seen_of(
         model, [*model.parameters()], lambda _: model(tokens).sum().backward(), tmp_path
     )
-    assert record.seen.flops is not None
+    assert record.seen.flops.modules_with_hooks == 3
     assert len(calls) == 9
+    (told,) = [said for said in loop_sentences(record) if said.startswith("model: ")]
+    assert told.endswith("without what forward hooks of 3 modules compute")
