@@ -56,8 +56,9 @@ def test_a_step_makes_as_many_calls_as_its_hooks_and_marks_need(micro_batches, t
     stands for two more each. Marks are at both ends of the step, of each forward and backward pass
     and of the optimizer: 4 M + 4. Each hook is called, and calls one method; a mark is a phase that
     begins or ends and the reading of the clock; a forward pass is described by its shapes, and is
-    told when backward reaches its result. The type of the matmuls is not looked at any more. Names of functions that garbage collection calls do
-    not count, and computing times is bounded for each step, not for each mark.
+    told when backward reaches its result. The type of the matmuls is not looked at any more. Names
+    of functions that garbage collection calls do not count, and computing times is bounded for each
+    step, not for each mark.
     """
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
