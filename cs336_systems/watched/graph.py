@@ -2,10 +2,8 @@
 type that its matmuls computed in.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -56,23 +54,7 @@ def results_in(values: Iterable[Any], depth: int = DEPTH) -> Iterator[Tensor]:
 
 def _attributes(value: object) -> list[Any]:
     """The values of an object's attributes; none of a callable, which may hold anything."""
-    if callable(value):
-        return []
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return [*getattr(value, "__dict__", {}).values()]
-
-
-@dataclass(slots=True)
-class Reached:
-    """A hook of autograd that notes that backward has reached results of a pass."""
-
-    told: list[tuple[int, ...]]
-    results: tuple[int, ...]
-    """The places of these results among those of the pass."""
-
-    def __call__(self, *_: Any) -> None:  # noqa: ANN401
-        self.told.append(self.results)
+    return [] if callable(value) else [*getattr(value, "__dict__", {}).values()]
 
 
 def see_reached(result: Any) -> list[tuple[int, ...]] | None:  # noqa: ANN401
@@ -81,19 +63,18 @@ def see_reached(result: Any) -> list[tuple[int, ...]] | None:  # noqa: ANN401
     """
     told: list[tuple[int, ...]] = []
     if isinstance(result, Tensor):  # the usual one, without a search
-        if result.grad_fn is not None:
-            result.grad_fn.register_prehook(Reached(told, (0,)))
-        return told
-    nodes: dict[Any, tuple[int, ...]] = {}
-    place = -1
-    for place, tensor in enumerate(results_in((result,))):
-        # several results may have one node, as the parts of a split
-        if tensor.grad_fn is not None:
+        nodes = {result.grad_fn: (0,)}
+    else:
+        nodes = {}
+        place = -1
+        for place, tensor in enumerate(results_in((result,))):
+            # several results may have one node, as the parts of a split
             nodes[tensor.grad_fn] = (*nodes.get(tensor.grad_fn, ()), place)
-    if place < 0:
-        return None
+        if place < 0:
+            return None
     for node, places in nodes.items():
-        node.register_prehook(Reached(told, places))
+        if node is not None:
+            node.register_prehook(lambda *_, places=places: told.append(places))
     return told
 
 

@@ -117,7 +117,7 @@ def test_a_budget_below_a_gigabyte_is_said_with_its_digits(
 ) -> None:
     words = ["--size", "small", "--gpus", "8xH100", "--global-batch", "8"]
     assert main(["plan", *words, "--budget-gib", "0.25"]) == 0
-    assert " of 0.250 GiB" in capsys.readouterr().out
+    assert " of 0.25 GiB" in capsys.readouterr().out
 
 
 def test_a_price_needs_a_training(capsys: pytest.CaptureFixture[str]) -> None:

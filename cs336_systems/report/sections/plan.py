@@ -17,7 +17,7 @@ from ...costs.blocks import blocks_of_model
 from ...costs.layout import SELECTIVE, tensor_misfits
 from ...costs.layout_cost import LayoutCost
 from ...costs.layout_time import LayoutTime
-from ...costs.training import DAY_S, Training, TrainingPlan
+from ...costs.training import DAY_S, TrainingPlan
 from ...measure.inputs import parameters_of
 from ...settings import flag_of, non_defaults
 from ...text import command_line, counted
@@ -71,9 +71,9 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     layout = best.layout
     used_gib = training.used_bytes(best.peak_bytes) / GIB
     yield (
-        f"Fits: {significant(used_gib, 3)} of {_room(training)} in the fastest layout, "
-        f"{layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} accumulated"
-        f"{CHECKPOINTS.get(layout.checkpoint, '')}; a step of "
+        f"Fits: {significant(used_gib, 3)} of {training.memory_bytes / GIB:.3g} GiB in the fastest "
+        f"layout, {layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} "
+        f"accumulated{CHECKPOINTS.get(layout.checkpoint, '')}; a step of "
         f"{counted(training.sequences, 'sequence')} of {training.config.model.context_length:,} "
         f"has {training.step_tokens:,} tokens."
     )
@@ -154,14 +154,9 @@ def _why_it_does_not_fit(plan: TrainingPlan) -> str:
         ways.append("a smaller --global-batch")
     return (
         f"Does not fit: the smallest layout, {layout.label}, takes "
-        f"{significant(used_gib, 3)} of {_room(training)}; take {' or '.join(ways)}."
+        f"{significant(used_gib, 3)} of {training.memory_bytes / GIB:.3g} GiB; take "
+        f"{' or '.join(ways)}."
     )
-
-
-def _room(training: Training) -> str:
-    """The memory of a GPU, to three digits where it is less than that of any."""
-    memory_gib = training.memory_bytes / GIB
-    return f"{significant(memory_gib, 3) if memory_gib < 10 else f'{memory_gib:.0f}'} GiB"
 
 
 def _evidence(plan: TrainingPlan) -> str:
