@@ -88,6 +88,8 @@ class LoopFlops:
     """Of the model: a forward pass and a backward pass for each that was seen."""
     recomputed_per_step: float
     """What backward computes again in addition, between checkpoints and in fused attention."""
+    modules_with_hooks: int = 0
+    """Modules whose forward hooks, put there by others, are left out: they may compute, too."""
 
 
 CACHED = "free blocks of PyTorch's allocator"

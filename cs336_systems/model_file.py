@@ -55,6 +55,17 @@ def read_model_file(name: str) -> dict[str, Any]:
     return values
 
 
+def heads_of_keys(name: str | None) -> int:
+    """The heads of keys and values of the model, by its file; 0 where it does not say, and of a
+    model that is no file's.
+    """
+    if name is None or not is_model_file(name):
+        return 0
+    values = read_model_file(name)
+    heads = values.get("text_config", values).get("num_key_value_heads")
+    return heads if isinstance(heads, int) else 0
+
+
 def longest_context(name: str) -> int | None:
     """The most tokens of a sequence of the model, by its file; None where the file leaves that
     to transformers.

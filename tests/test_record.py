@@ -142,7 +142,7 @@ FULL = RunRecord(
         padding_tokens=3,
         masked_tokens=5,
         between_data_s=(0.0, 1e-9),
-        flops=LoopFlops(per_step=2.0**60, recomputed_per_step=0.5),
+        flops=LoopFlops(per_step=2.0**60, recomputed_per_step=0.5, modules_with_hooks=2),
         not_traced="a reason",
         slow_steps=(
             SlowStep(

@@ -66,12 +66,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
-        self.register_buffer("causal", torch.ones(8, 8).tril(), persistent=False)
+        self.positions = nn.Embedding(8, 8)
         self.clock, self.is_checkpointed = clock, is_checkpointed
 
     def forward(self, tokens):
         self.clock.sleep(FORWARD)
-        hidden = Slow.apply(self.embedding(tokens), self.clock)
+        hidden = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[-1]))
+        hidden = Slow.apply(hidden, self.clock)
         if self.is_checkpointed is None:
             return self.head(hidden)
         return checkpoint(self.head, hidden, use_reentrant=self.is_checkpointed)
@@ -132,7 +133,7 @@ def test_phases_are_what_was_slept_in_them(clock, tmp_path, micro_batches, is_ch
     assert record.between_s == pytest.approx([100 * MS] * 3)
     assert record.loop.mode is Mode.TRAIN
     assert (record.loop.batch_size, record.loop.context_length) == (4 * micro_batches, 8)
-    assert record.num_parameters == 11 * 8 + 8 * 11 + 11
+    assert record.num_parameters == 11 * 8 + 8 * 8 + 8 * 11 + 11
 
 
 def test_hooks_of_others_are_part_of_the_call(clock, tmp_path):

@@ -7,6 +7,7 @@ from functools import cached_property
 from ..config import Phase
 from ..loop_record import LoopRecord
 from ..record import RunRecord
+from ..text import counted
 from .loop_advice import between_verdict, memory_sentence, rank_sentence
 from .loop_causes import slow_sentence
 from .shortage import shortage_sentences
@@ -140,6 +141,8 @@ def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
         again = ""
         if seen.flops.recomputed_per_step:
             again = f", and {_in_flop(seen.flops.recomputed_per_step)} computed again in backward"
+        if count := seen.flops.modules_with_hooks:
+            again += f", without what forward hooks of {counted(count, 'module')} compute"
         yield f"model: {_in_flop(seen.flops.per_step)} a step{again}"
 
 

@@ -153,6 +153,10 @@ class PlanArguments(flags.Flags, ForecastArguments):
                 raise ValueError(f"{flag} must be above 0 and at most {most:g}, got {number:g}")
         if self.days is not None and self.tokens is None:
             raise ValueError("--days needs --tokens, such as --tokens 1T")
+        if self.price is not None and self.tokens is None:
+            raise ValueError(
+                "--price needs --tokens, such as --tokens 1T: it is that of a training"
+            )
         if self.fast and self.days is not None:
             raise ValueError("--days is not searched with --fast: give a number of GPUs by --gpus")
         if self.fast and self.fp8 not in (None, Recipe.TENSOR):

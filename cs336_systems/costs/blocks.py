@@ -2,10 +2,12 @@
 configuration, of any other by the tapes of its blocks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..config import RunConfig
+from ..model_file import heads_of_keys
 from .compiled import uncompiled
 from .depth import kinds_of_blocks, of_depth
 from .shards import Parameter, is_block, parameters_of
@@ -27,6 +29,10 @@ class Blocks:
     """0 if it is not known."""
     experts: int
     """Experts of a block, which ranks can divide; 0 without any."""
+    inner_sides: tuple[int, ...] = ()
+    """Sides of the matrices of a model of one's own by which ranks divide them: those that are not
+    d_model, and of the matrix that chooses experts none.
+    """
     experts_per_token: int
     vocabulary: str
     """The side of matrices that is the vocabulary, in formulas of the tape."""
@@ -78,9 +84,10 @@ def _blocks(config: RunConfig) -> Blocks:
         kinds=kinds,
         d_model=table.shape[-1],
         num_heads=_heads(config),
-        num_kv_heads=0,
+        num_kv_heads=heads_of_keys(config.model_factory),
         d_ff=0,
         experts=experts,
+        inner_sides=_inner_sides(of_kinds, table.shape[-1], experts),
         experts_per_token=chosen,
         vocabulary=str(table.shape[0]),
         parameters=parameters,
@@ -120,6 +127,18 @@ def _heads(config: RunConfig) -> int:
     tape = tape_of(of_depth(config, 1))
     kernels = [one for one in tape.operations if one.kind is OperationKind.ATTENTION]
     return kernels[0].batch // config.batch_size if kernels else 1
+
+
+def _inner_sides(
+    of_kinds: Iterable[Iterable[Parameter]], d_model: int, experts: int
+) -> tuple[int, ...]:
+    """The sides of blocks' matrices that are neither d_model nor the number of experts."""
+    sides: set[int] = set()
+    for parameters in of_kinds:
+        for one in parameters:
+            if one.is_matrix:
+                sides.update(one.shape)
+    return tuple(sorted(sides - {d_model, experts}))
 
 
 def _experts(config: RunConfig, kinds: tuple[int, ...]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
-from ..config import Parallel, RunConfig
+from ..config import CompileMode, Parallel, RunConfig
 from .blocks import blocks_of_model
 from .ranks_time import Links
 from .recipes import Recipe
@@ -210,6 +210,9 @@ def misfit(config: RunConfig, layout: Layout) -> str:
         return f"tensor {layout.tensor} does not divide {model.num_kv_heads} heads of keys"
     if model.d_ff % layout.tensor:
         return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
+    for side in model.inner_sides:
+        if side % layout.tensor:
+            return f"tensor {layout.tensor} does not divide the side of {side:,} of a matrix"
     parts = layout.pipeline * layout.chunks
     most = 0.0 if config.model_factory is None else MOST_UNEVEN
     # the embedding and the head may stand for a layer each, so that the first part and the last
@@ -224,6 +227,13 @@ def misfit(config: RunConfig, layout: Layout) -> str:
     if layout.expert > 1 and model.experts % layout.expert_ranks:
         return f"{layout.expert_ranks} ranks do not divide {model.experts} experts"
     return ""
+
+
+def tensor_misfits(config: RunConfig, gpus: int, links: Links) -> list[str]:
+    """Why the GPUs of a node, or some of them, cannot divide the matrices of a model."""
+    ways = [ranks for ranks in powers(min(gpus, links.gpus_per_node)) if gpus % ranks == 0]
+    reasons = [misfit(config, Layout(tensor=ranks)) for ranks in ways]
+    return [reason for reason in reasons if reason]
 
 
 def uneven_blocks(blocks: int, stages: int) -> float:
@@ -311,7 +321,11 @@ def _divided(config: RunConfig, layout: Layout, sequences: int) -> Iterator[Layo
     """Ways in which a rank computes its sequences: several at once, with checkpoints or without,
     and chunks of a stage.
     """
-    sizes = [size for size in powers(MAX_MICRO_BATCH) if sequences % size == 0]
+    # blocks are compiled for each size
+    tried = powers(MAX_MICRO_BATCH)
+    if config.compile is CompileMode.NONE:
+        tried = [*range(1, MAX_MICRO_BATCH + 1)]
+    sizes = [size for size in tried if sequences % size == 0]
     for micro_batch, checkpoint, chunks in product(sizes, (0, 1), (1, 2)):
         divided = replace(
             layout,

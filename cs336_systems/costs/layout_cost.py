@@ -19,7 +19,7 @@ from .memory import is_predictable
 from .ranks_time import Links
 from .recipes import Recipe
 from .tape import Names, OperationKey, OperationMaker
-from .time import flops_of
+from .time import NO_CONVOLUTIONS, flops_of, has_convolutions
 from .traces import axes, is_compiled, why_untraced
 
 HOST_OF_BLOCK_S = {Phase.FORWARD: 2.1e-3, Phase.BACKWARD: 3.3e-3}
@@ -187,4 +187,6 @@ def why_unknown(config: RunConfig) -> str:
     one = uncompiled(of_depth(config.alone, 1))
     if not is_predictable(one):
         return why_untraced(one) or "the step has settings whose memory is not foretold"
+    if has_convolutions(one):
+        return NO_CONVOLUTIONS
     return ""

@@ -86,8 +86,8 @@ def _usual_network(name: str, device: DeviceSpec | None, gpus: int, node: int) -
             "`cs336 plan` takes --network-gb-per-s"
         )
     source = (
-        f"; network: {NETWORK_EFFICIENCY:g} of {device.network_bytes_per_s / 1e9:g} GB/s a GPU "
-        f"({device.network})"
+        f"; network: {100 * NETWORK_EFFICIENCY:g} % of the {device.network_bytes_per_s / 1e9:g} "
+        f"GB/s of a GPU's adapter ({device.network}), which is assumed"
     )
     return NETWORK_EFFICIENCY * device.network_bytes_per_s, source
 

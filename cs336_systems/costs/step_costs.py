@@ -13,15 +13,13 @@ from ..files import FileError, encode_json, read_json, write_atomically
 from ..torch_needed import torch_version
 from .memory import allocated_levels, rounded_bytes
 from .tape import Category, Tape, phases_of
-from .time import flops_of
+from .time import CONVOLUTIONS, flops_of
 
 Costs = dict[str, dict[str, int]]
 """By quantity, the amount of each part: a module, and what it is in it (`part_name`)."""
 FORMAT_VERSION = 1
 HELD = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 """Categories of tensors that are named after these, and not after the operators that made them."""
-UNCOUNTED = ("convolution", "cudnn_convolution", "miopen_convolution")
-"""Operators that multiply matrices, of which a tape has no FLOPs."""
 
 
 def part_name(module: str, what: str) -> str:
@@ -198,4 +196,4 @@ def write_costs(path: Path, steps: Mapping[str, Costs]) -> None:
 def has_uncounted_flops(costs: Costs) -> bool:
     """Whether the step has matmuls whose FLOPs are not counted."""
     operators = {part.rpartition(": ")[2].partition(" in ")[0] for part in costs["made_bytes"]}
-    return not operators.isdisjoint(UNCOUNTED)
+    return not operators.isdisjoint(CONVOLUTIONS)

@@ -36,6 +36,9 @@ from .shards import FP32_BYTES, plain
 from .tape import FP8_BYTES, MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
 from .traces import MICRO_BATCHES, as_costed, own_parameters, prepare, require_tape, tape_of
 
+CONVOLUTIONS = ("convolution", "cudnn_convolution", "miopen_convolution")
+"""Operators that multiply matrices, of which a tape has no FLOPs."""
+NO_CONVOLUTIONS = "the model computes convolutions, whose time is not known"
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
 MAX_BACKLOG_SHARE = 0.05
@@ -234,7 +237,19 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
         or is_predictable_fast(config)
         or has_compiled_kernels(config)
     )
-    return not refused and is_known and has_large_matmuls(config, curves)
+    if refused or not is_known or has_convolutions(config):
+        return False
+    return has_large_matmuls(config, curves)
+
+
+def has_convolutions(config: RunConfig) -> bool:
+    """Whether a user's own model computes convolutions, of which a tape has neither the FLOPs nor
+    what tells their time.
+    """
+    eager = uncompiled(config)
+    if config.model_factory is None or not is_predictable(eager):
+        return False
+    return any(label.startswith(CONVOLUTIONS) for _, label, *_ in tape_of(as_costed(eager)).kinds)
 
 
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:

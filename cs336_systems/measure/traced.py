@@ -133,6 +133,7 @@ def _model_without_data(config: RunConfig) -> nn.Module:
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
     """The tape of the steps of this rank, traced one after the other."""
+    _refuse_recurrence(model)
     trace.routing.tokens = config.batch_size * config.model.context_length
     step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
@@ -163,6 +164,19 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
             f"{parameter_bytes:,}: a fault of this program"
         )
     return tape
+
+
+def _refuse_recurrence(model: nn.Module) -> None:
+    """Raise TraceError for PyTorch's recurrent layers: a trace shows an operation for each token in
+    the place of cuDNN's few kernels.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise TraceError(
+                f"{path or 'the model'}: cuDNN computes nn.{type(module).__name__} by kernels of "
+                "its own, whose time and memory are not known; its parameters and optimizer state "
+                "can be counted nevertheless"
+            )
 
 
 def _bytes_kept(parameters: Iterable[Tensor]) -> int:

@@ -126,7 +126,7 @@ def _check_sizes(name: str, config: Any) -> None:  # noqa: ANN401 (a class of tr
         if key in text or names.get(key) in text:
             said += 1
         else:
-            usual[key] = getattr(model, key)
+            usual[key] = parameter.default
     sizes = ", ".join(f"`{key}` {value:,}" for key, value in usual.items())
     if usual and not said:
         raise ValueError(

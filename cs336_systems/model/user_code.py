@@ -335,7 +335,7 @@ def vocabulary_of(
             raise
         raise ValueError(f"{needed}; given these it raised {told(error)}") from error
     logits = logits_of(output)
-    if logits is None or logits.ndim == 0:
+    if logits is None or logits.ndim < 3 or len(logits) != len(tokens):
         logits = check_logits(output, tokens, asked)  # raises the error that fits the output
     known = min([*entries, logits.shape[-1]])
     if asked is not None and asked > known:

@@ -117,10 +117,26 @@ def without_data(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
 
     Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
     """
-    with _NoneOnDevice():
+    with _NoneOnDevice(), _as_classes_copy(model):
         copied = _Copying({} if memo is None else memo).module(model)
     # modules that are evaluated within a model that is trained stay so
     return copied if copied.training else copied.train()
+
+
+@contextlib.contextmanager
+def _as_classes_copy(model: nn.Module) -> Iterator[None]:
+    """Let modules be copied as their classes say. A watched module is copied with the hooks that
+    others have put there, which would act on the loop's own tensors.
+    """
+    ours = {}
+    for module in model.modules():
+        if (state := vars(module).pop("__getstate__", None)) is not None:
+            ours[module] = state
+    try:
+        yield
+    finally:
+        for module, state in ours.items():
+            vars(module)["__getstate__"] = state
 
 
 class _Copying:

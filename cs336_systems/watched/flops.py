@@ -3,6 +3,7 @@ tensors have no data, and the matmuls, convolutions and attentions in it are cou
 """
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,10 +21,11 @@ from ..loop_record import LoopFlops
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
 from .dataless import NotTracedError, saying_why_not_traced, tracing_copy
+from .graph import results_in
 from .kept_state import kept_state
 from .marks import WatchedStep
 from .sharded import rank_copy
-from .tokens import tensors_in
+from .tokens import Passed, PassReader
 
 LIMIT_S = 5.0
 """Longest time that tracing a loop may take."""
@@ -48,9 +50,9 @@ COUNTED_ELSEWHERE = (
 class LoopTracer:
     """Traces the calls that a loop makes, each once."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
-        self._traced: dict[tuple[int, bool], FlopCounter] = {}
+    def __init__(self, reader: PassReader) -> None:
+        self._reader = reader
+        self._traced: dict[Passed, FlopCounter] = {}
         self._reason = ""
         """Why a call could not be traced; then no other is tried."""
         self.num_traced = 0
@@ -61,43 +63,67 @@ class LoopTracer:
     def flops(self, steps: Collection[WatchedStep]) -> tuple[LoopFlops | None, str]:
         """The FLOPs of the mean of these steps, or None and the reason why they are not known."""
         self.last = None
-        counts = Counter(number for step in steps for number in step.tokens.calls)
-        reason = self._reason or lacking_torch()
-        if not counts:
-            reason = "no training forward pass was seen"
-        elif -1 in counts:
-            reason = f"the model is called with more than {MAX_CALLS} different shapes"
-        if reason:
-            return None, reason
-        has_backward = any(Phase.BACKWARD in step.times.phases_s for step in steps)
+        passes = [one for step in steps for one in step.tokens.calls]
+        # backward may run outside of the steps
+        if not any(Phase.BACKWARD in step.times.phases_s for step in steps):
+            passes = [one._replace(reached=()) for one in passes]
+        counts = Counter(passes)
         executed = recomputed = 0.0
+        if reason := self._why_not(counts):
+            return None, reason
         try:
-            self._trace(counts, has_backward)
+            self._trace(counts)
         except NotTracedError as error:
             self._reason = str(error)
             return None, self._reason
-        for number, count in counts.items():
-            counter = self._traced[number, has_backward]
+        for one, count in counts.items():
+            counter = self._traced[one]
             executed += count * counter.executed
             recomputed += count * counter.recomputed
         if not executed:
             return None, "the model computes no matmul, convolution or attention"
-        per_step = (executed - recomputed) / len(steps)
-        self.last = LoopFlops(per_step=per_step, recomputed_per_step=recomputed / len(steps))
+        self.last = LoopFlops(
+            per_step=(executed - recomputed) / len(steps),
+            recomputed_per_step=recomputed / len(steps),
+            modules_with_hooks=self._num_hooked(counts),
+        )
         return self.last, ""
 
-    def _trace(self, numbers: Collection[int], has_backward: bool) -> None:
-        """Trace those of the calls that were not yet."""
-        new = [number for number in numbers if (number, has_backward) not in self._traced]
+    def _num_hooked(self, passes: Iterable[Passed]) -> int:
+        """Modules of the models of these passes that have forward hooks of others."""
+        models = {self._reader.calls.seen[one.call].model() for one in passes}
+        hooked: set[nn.Module] = set()
+        for model in models:
+            if model is not None:
+                hooked.update(filter(has_hooks_of_others, model.modules()))
+        return len(hooked)
+
+    def _why_not(self, passes: Collection[Passed]) -> str:
+        """Why the FLOPs of these passes are not known; empty if a trace tells them."""
+        if reason := self._reason or lacking_torch():
+            return reason
+        if not passes:
+            return "no training forward pass was seen"
+        if any(one.call < 0 for one in passes):
+            return f"the model is called with more than {MAX_CALLS} different shapes"
+        for one in passes:
+            if isinstance(one.reached, str):
+                return one.reached
+            self._reader.limits.see_trained(self._reader.calls.seen[one.call].model)
+        return self._reader.limits.reason
+
+    def _trace(self, passes: Collection[Passed]) -> None:
+        """Trace those of the passes that were not yet."""
+        new = [one for one in passes if one not in self._traced]
         if not new:
             return
-        models = [self._calls[number].model() for number in new]
+        calls = {one: self._reader.calls.seen[one.call] for one in new}
+        models = [call.model() for call in calls.values()]
         with kept_state([model for model in models if model is not None]):
-            for number in new:
+            for one, call in calls.items():
                 self.num_traced += 1
-                self._traced[number, has_backward] = _traced(
-                    self._calls[number], has_backward=has_backward, limit_s=LIMIT_S / len(numbers)
-                )
+                assert not isinstance(one.reached, str)
+                self._traced[one] = _traced(call, one.reached, limit_s=LIMIT_S / len(passes))
 
 
 class FlopCounter(TorchDispatchMode):
@@ -194,6 +220,16 @@ def _is_host(value: object) -> bool:
     return isinstance(value, str | torch.device) and str(value).startswith("cpu")
 
 
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """Whether a forward hook of the module is neither this program's nor PyTorch's."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        owner = getattr(function, "__module__", None) or type(function).__module__
+        if owner.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+            return True
+    return False
+
+
 def _parameters_in(args: Iterable[Any]) -> Iterator[nn.Parameter]:
     """The parameters among the arguments of an operator, and in its lists of tensors."""
     for value in args:
@@ -211,8 +247,10 @@ def _of_grouped_matmul(a: Sequence[int], b: Sequence[int]) -> float:
     return 2.0 * groups * a[-2] * a[-1] * b[-1]
 
 
-def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
-    """The FLOPs of one forward pass, and of its backward; raise NotTracedError with the reason."""
+def _traced(call: Call, reached: Collection[int], *, limit_s: float) -> FlopCounter:
+    """The FLOPs of one forward pass, and of the backward that reaches these of its results; raise
+    NotTracedError with the reason.
+    """
     model = call.model()
     if model is None:
         raise NotTracedError(
@@ -224,8 +262,9 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
         traced_model = rank_copy(model)
         with tracing_copy(model, limit_s) as trace, _staying(model), counter:
             trace.begin(Phase.FORWARD)
-            loss = loss_of(traced_model(*inputs, **named))
-            if has_backward and loss is not None:
+            results = enumerate(results_in((traced_model(*inputs, **named),)))
+            loss = _sum_of([result for place, result in results if place in reached])
+            if loss is not None:
                 trace.begin(Phase.BACKWARD)
                 counter.phase = Phase.BACKWARD
                 loss.backward()
@@ -239,11 +278,15 @@ def loss_of(result: Any) -> Tensor | None:  # noqa: ANN401
     """A number from which backward runs: the model's own loss, which is its only result with a
     single value, else the sum of its results; None where nothing has a gradient.
     """
-    tensors = [value for value in tensors_in((result,)) if value.requires_grad]
+    tensors = [value for value in results_in((result,)) if value.requires_grad]
     numbers = [value for value in tensors if value.ndim == 0]
-    if len(numbers) == 1:
-        return numbers[0]
+    return numbers[0] if len(numbers) == 1 else _sum_of(tensors)
+
+
+def _sum_of(tensors: Iterable[Tensor]) -> Tensor | None:
+    """The sum of all that have a gradient; None without any."""
     total: Tensor | None = None
     for tensor in tensors:
-        total = tensor.sum() if total is None else total + tensor.sum()
+        if tensor.requires_grad:
+            total = tensor.sum() if total is None else total + tensor.sum()
     return total

@@ -21,11 +21,7 @@ from .marks import FORWARD, OPTIMIZER, Timeline
 from .observer import note_trouble
 from .patches import PATCHES, called
 from .pauses import Pauses
-from .tokens import PassReader
-
-ENOUGH_MATMULS = 3
-"""How often the type of a matmul is looked at; later, autocast around the model must be the same.
-"""
+from .tokens import ENOUGH_MATMULS, PassReader
 
 
 class Hook:
@@ -271,11 +267,15 @@ class Hooks:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
             self._handles += _before_calls(self.reader.embeddings, self.reader.embeds)
+            self._handles += _before_calls(self.reader.mixers, self.reader.mixes)
             models = [model for hooks in self.models if (model := hooks.model) is not None]
-            modules = {*models, *self.reader.embeddings, *self.reader.matmuls}
+            reader = self.reader
+            modules = {*models, *reader.embeddings, *reader.mixers, *reader.matmuls}
             self._handles += without_hooks(modules)
             if self.reader.num_seen < ENOUGH_MATMULS:
-                self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
+                hook = Hook(reader.multiplies)
+                for module in reader.matmuls:
+                    self._of_matmuls.append(module.register_forward_hook(hook))
             self.pauses.attach()
             PATCHES.add(self)
 

@@ -65,8 +65,10 @@ class Step(contextlib.ContextDecorator):
             )
         self._number = number = parts.steps.next_number
         say(parts.steps.observers.step_begins, number)
-        # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
-        parts.reader.counts_padding = parts.gpu is None or not number & (number - 1)
+        # what takes time becomes rarer: steps 0, 1, 2, 4, 8, ...
+        parts.reader.looks_closely = looks_closely = not number & (number - 1)
+        # of a GPU, counting launches kernels
+        parts.reader.counts_padding = parts.gpu is None or looks_closely
         parts.hooks.step_begins()
         parts.timeline.begin_step()
 

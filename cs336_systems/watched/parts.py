@@ -61,6 +61,8 @@ class Parts:
         every: int | None,
     ) -> None:
         self._loop, self._unseen = loop, unseen
+        self._num_troubles = len(TROUBLES)
+        """Those of loops that were watched before."""
         device = device_of(models)
         has_profiler = loop.profiler is not Profiler.NONE
         self._models = tuple(map(weakref.ref, models))
@@ -78,7 +80,7 @@ class Parts:
         self._growth = Growth(allocated_on_gpu)
         self.ranks = Ranks(loop.name, models, self._slow_steps)
         self.out_of_memory = OutOfMemoryExplainer(models, optimizers, self.reader, device)
-        self.tracer = LoopTracer(self.reader.calls.seen)
+        self.tracer = LoopTracer(self.reader)
         self.hooks = Hooks(self.timeline, models, optimizers, self.reader, self.pauses)
         self.live = Live(loop.name, self.steps.measured, every, self.mfu, self.ranks)
         self._progress = Progress(subject=loop, gpu=None if gpu is None else gpu.gpu)
@@ -225,7 +227,10 @@ class Parts:
         if Phase.FORWARD not in phases:
             is_called = self.pauses.has_evaluated or self.reader.order.num_passes > 0
             unseen.append(NO_TRAINING if is_called else NO_CALL)
-        unseen += [f"an error of this program's own: {trouble}" for trouble in TROUBLES]
+        unseen += [
+            f"an error of this program's own: {trouble}"
+            for trouble in TROUBLES[self._num_troubles :]
+        ]
         for message in unseen:
             progress.warnings.append(RunWarning(code=WarningCode.NOT_SEEN, message=message))
         if Phase.OPTIMIZER in phases:

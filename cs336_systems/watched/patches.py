@@ -19,7 +19,7 @@ from ..config import Phase
 from ..loop_record import Cause
 from .marks import Timeline
 from .pauses import Pauses
-from .tokens import PassReader
+from .tokens import PassReader, batch_of
 
 
 class ModelCalls(Protocol):
@@ -126,8 +126,9 @@ class Patches:
         self._wrapped.append((owner, name, vars(owner).get(name), wrapper))
         setattr(owner, name, wrapper)
 
-    def _enter(self, phase: Phase) -> list[Seeing]:
-        """Begin a phase in the loops of this thread, and return those that see it.
+    def _enter(self, phase: Phase, arguments: tuple[Any, ...]) -> list[Seeing]:
+        """Begin a phase in the loops of this thread, and return those that see it; `arguments` are
+        those of what begins it.
 
         torch.compile must not compile what this calls, where it runs within compiled code.
         """
@@ -137,11 +138,14 @@ class Patches:
             for loop in tuple(self._loops):
                 if loop.timeline.enter(phase):
                     seeing.append(loop)
+                    # a model may differentiate within its forward pass, and then does so in a trace
+                    if phase is Phase.BACKWARD and loop.reader.open_pass is None:
+                        loop.reader.limits.see_backward(arguments)
             return seeing
         finally:
             eval_frame.set_eval_frame(prior)
 
-    def _leave(self, loops: Iterable[Seeing], of: Any) -> None:  # noqa: ANN401
+    def _leave(self, loops: Iterable[Seeing], of: Any, result: Any) -> None:  # noqa: ANN401
         """End the phase, of a loader or of backward, in the loops that have seen it begin."""
         prior = eval_frame.set_eval_frame(None)
         try:
@@ -149,7 +153,8 @@ class Patches:
                 loop.timeline.leave()
                 sampler = getattr(of, "_index_sampler", None)
                 if sampler is not None:
-                    loop.reader.loader_batch = getattr(sampler, "batch_size", None)
+                    size = getattr(sampler, "batch_size", None)
+                    loop.reader.loader_batch = batch_of(size, result)
         finally:
             eval_frame.set_eval_frame(prior)
 
@@ -161,11 +166,12 @@ class Patches:
                 # the compiler traces backward while it compiles a forward pass
                 if TracingContext.try_get() is not None:
                     return original(*inputs, **named)
-                loops = self._enter(phase)
+                loops, result = self._enter(phase, inputs), None
                 try:
-                    return original(*inputs, **named)
+                    result = original(*inputs, **named)
                 finally:
-                    self._leave(loops, next(iter(inputs), None))
+                    self._leave(loops, next(iter(inputs), None), result)
+                return result
 
             return timed
 

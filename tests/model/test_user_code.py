@@ -284,3 +284,61 @@ def test_a_sweep_measures_a_model_of_one_shape_once(capsys):
         if line.startswith("own_")
     ]
     assert runs == ["fp32", "bf16"]
+
+
+class Convolving(nn.Module):
+    """A model of dense convolutions, of which a tape knows no FLOPs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layer = nn.Conv1d(32, 32, 3, padding=1)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+class Recurring(nn.Module):
+    """A model of PyTorch's recurrent layers, whose kernels are cuDNN's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layer = nn.GRU(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens))[0])
+
+
+class Pooling(Convolving):
+    """A model that returns a vector for each sequence, of another width than any vocabulary."""
+
+    def forward(self, tokens):
+        return self.embedding(tokens).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("Convolving", "the model computes convolutions, whose time is not known"),
+        ("Recurring", "layer: cuDNN computes nn.GRU by kernels of its own"),
+    ],
+)
+def test_what_no_kernel_of_the_ceilings_tells_has_no_time(model, reason, capsys):
+    """Neither has a layout in a plan."""
+    words = ["--model", f"tests.model.test_user_code:{model}", "--context-length", "16"]
+    assert main(["account", *words, "--device-name", "H100"]) == 0
+    said = capsys.readouterr().out
+    assert "A step takes" not in said
+    assert f"The time is not foretold: {reason}" in said
+    assert main(["plan", *words, "--gpus", "8xH100"]) == 2
+    assert "no plan: " in capsys.readouterr().err
+
+
+def test_logits_without_an_axis_of_tokens_are_told_by_their_shape(capsys):
+    """And not by the vocabulary that their last axis would be."""
+    words = ["--model", "tests.model.test_user_code:Pooling", "--vocab-size", "64"]
+    assert main(["account", *words, "--context-length", "16", "--device-name", "H100"]) == 2
+    assert "it returned logits of shape (4, 32)" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from cs336 import watch
 from cs336.watched.steps import MOST_PENDING
 
 OURS = str(Path(cs336.watched.__file__).parent)
-AROUND, PER_MARK, PER_HOOK, PER_PASS, PER_READING = 18, 2, 2, 12, 24
+AROUND, PER_MARK, PER_HOOK, PER_PASS, PER_READING = 18, 2, 2, 13, 24
 """Most calls around a step without its marks, and of a mark, a hook, a forward pass, and of
 computing the times of a step later.
 """
@@ -55,9 +55,10 @@ def test_a_step_makes_as_many_calls_as_its_hooks_and_marks_need(micro_batches, t
     look-up of the embedding, and before and after the optimizer: 3 M + 2; the wrapper of backward
     stands for two more each. Marks are at both ends of the step, of each forward and backward pass
     and of the optimizer: 4 M + 4. Each hook is called, and calls one method; a mark is a phase that
-    begins or ends and the reading of the clock; a forward pass is described by its shapes. The type
-    of the matmuls is not looked at any more. Names of functions that garbage collection calls do
-    not count, and computing times is bounded for each step, not for each mark.
+    begins or ends and the reading of the clock; a forward pass is described by its shapes, and is
+    told when backward reaches its result. The type of the matmuls is not looked at any more. Names
+    of functions that garbage collection calls do not count, and computing times is bounded for each
+    step, not for each mark.
     """
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

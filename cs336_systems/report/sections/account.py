@@ -18,7 +18,13 @@ from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
 from ...costs.ranks_time import Links, predicted_time
 from ...costs.shards import FP32_BYTES
-from ...costs.time import StepLimit, TimePrediction, costs_by_module
+from ...costs.time import (
+    NO_CONVOLUTIONS,
+    StepLimit,
+    TimePrediction,
+    costs_by_module,
+    has_convolutions,
+)
 from ...costs.traces import idle_parameters, is_compiled, own_parameters
 from ...studies.ceilings_files import REFERENCE
 from ..charts import Bar, Chart, Panel, Style
@@ -186,6 +192,8 @@ def _why_no_time(account: Account) -> str:
     if config.is_shared and account.links is None:
         return account.link_source
     reason = "" if is_compiled(config) else memory.why_not_predicted(config)
+    if not reason and has_convolutions(config):
+        reason = NO_CONVOLUTIONS
     return reason or "a kernel of the step has no time"
 
 
@@ -366,6 +374,8 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
 def _cost_notes(config: RunConfig, prediction: memory.MemoryPrediction | None) -> Iterator[str]:
     """How FLOPs are counted, and how memory is predicted or why it is not."""
     flops = "FLOPs are those of matrix multiplications, attention in full unless said."
+    if has_convolutions(config):
+        flops += " Those of convolutions are not counted."
     if prediction is None:
         yield flops
         reason = why_not_foretold(config) or memory.why_not_predicted(config)

@@ -14,10 +14,11 @@ from ...config import (
     RunConfig,
 )
 from ...costs.blocks import blocks_of_model
-from ...costs.layout import SELECTIVE
+from ...costs.layout import SELECTIVE, tensor_misfits
 from ...costs.layout_cost import LayoutCost
 from ...costs.layout_time import LayoutTime
 from ...costs.training import DAY_S, TrainingPlan
+from ...measure.inputs import parameters_of
 from ...settings import flag_of, non_defaults
 from ...text import command_line, counted
 from ..charts import COMPUTING_COLOUR, PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
@@ -63,7 +64,6 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     training, best = plan.training, plan.best
     if (sizes := _parameters(plan)) is not None:
         yield sizes
-    memory_gib = training.memory_bytes / GIB
     if best is None:
         yield _why_it_does_not_fit(plan)
         yield f"On what this stands: {_evidence(plan)}"
@@ -71,11 +71,11 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     layout = best.layout
     used_gib = training.used_bytes(best.peak_bytes) / GIB
     yield (
-        f"Fits: {significant(used_gib, 3)} of {memory_gib:.0f} GiB in the fastest layout, "
-        f"{layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} accumulated"
-        f"{CHECKPOINTS.get(layout.checkpoint, '')}; {training.sequences:,} "
-        f"sequences of {training.config.model.context_length:,} are {training.step_tokens:,} "
-        "tokens a step."
+        f"Fits: {significant(used_gib, 3)} of {training.memory_bytes / GIB:.3g} GiB in the fastest "
+        f"layout, {layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} "
+        f"accumulated{CHECKPOINTS.get(layout.checkpoint, '')}; a step of "
+        f"{counted(training.sequences, 'sequence')} of {training.config.model.context_length:,} "
+        f"has {training.step_tokens:,} tokens."
     )
     assert plan.training_s is not None
     assert plan.gpu_hours is not None
@@ -129,7 +129,8 @@ def _gpus_in_days(plan: TrainingPlan) -> str:
             f"No number of GPUs, up to one for each sequence of a step, ends in {training.days:g} "
             "days."
         )
-    return f"{plan.gpus_in_days:,} such GPUs end in {training.days:g} days."
+    end = "GPU ends" if plan.gpus_in_days == 1 else "GPUs end"
+    return f"{plan.gpus_in_days:,} such {end} in {training.days:g} days."
 
 
 def _why_it_does_not_fit(plan: TrainingPlan) -> str:
@@ -139,16 +140,22 @@ def _why_it_does_not_fit(plan: TrainingPlan) -> str:
     if plan.smallest is not None:
         has_room = training.used_bytes(plan.smallest[1]) <= training.memory_bytes
     if plan.smallest is None or has_room:
-        reasons = "; ".join(plan.reasons) or (
-            f"{training.sequences:,} sequences cannot be shared by {training.gpus:,} GPUs"
-        )
-        return f"No layout is foretold: {reasons}."
+        reasons = plan.reasons
+        if not reasons:
+            sequences = counted(training.sequences, "sequence")
+            unshared = f"{sequences} cannot be shared by {counted(training.gpus, 'GPU')}"
+            reasons = (unshared, *tensor_misfits(training.config, training.gpus, training.links))
+        return f"No layout is foretold: {'; '.join(reasons)}."
     layout, peak_bytes = plan.smallest
     used_gib = training.used_bytes(peak_bytes) / GIB
+    ways = ["more GPUs", "a smaller --context-length"]
+    # accumulated micro-batches take no memory of their own
+    if layout.micro_batch > 1:
+        ways.append("a smaller --global-batch")
     return (
         f"Does not fit: the smallest layout, {layout.label}, takes "
-        f"{significant(used_gib, 3)} of {training.memory_bytes / GIB:.0f} GiB; take more GPUs, or "
-        "a smaller --global-batch or --context-length."
+        f"{significant(used_gib, 3)} of {training.memory_bytes / GIB:.3g} GiB; take "
+        f"{' or '.join(ways)}."
     )
 
 
@@ -278,6 +285,10 @@ def _command(config: RunConfig, asked: Mapping[str, object] | None = None) -> st
         preset = asdict(SIZES[size])
         of_model = asdict(config.model).items()
         values = {name: value for name, value in of_model if value != preset[name]}
+    taken = None if config.model_factory is None else parameters_of(config.model_factory)
+    if taken is not None:  # other sizes are nothing to the model, and benchmark refuses them
+        obeyed = taken | {"vocab_size"}
+        values = {name: value for name, value in values.items() if name in obeyed}
     values |= non_defaults(config)
     if asked is not None:
         words.append("--fast")
