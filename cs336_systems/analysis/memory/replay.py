@@ -25,9 +25,9 @@ from .profile import PoolMemory
 from .snapshot import NOT_RECORDED, Action, BlockState, DeviceMemory
 
 LAST_ADDRESS = np.iinfo(np.int64).max
+"""An address above all others."""
 MIN_DOUBTFUL = 0.01
 """Smallest share of the events whose contradictions put all sums in doubt."""
-"""An address above all others."""
 
 
 def rounded_requests(requested_bytes: Ints) -> Ints:
@@ -101,9 +101,9 @@ class Replay:
     together.
     """
     lacks_segments: bool = False
+    """Blocks lie outside of the file's segments, so `reserved_bytes` is a lower bound."""
     doubts: tuple[str, ...] = ()
     """The notes that put all sums in doubt."""
-    """Blocks lie outside of the file's segments, so `reserved_bytes` is a lower bound."""
 
     @cached_property
     def allocated_bytes(self) -> Ints:
