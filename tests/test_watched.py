@@ -213,6 +213,17 @@ def test_a_step_that_raises_is_not_counted_and_a_validation_neither(clock):
     assert phases(watched.record())[Phase.FORWARD] == pytest.approx([FORWARD] * 2)
 
 
+def test_a_loop_without_steps_is_told_where_its_code_belongs(clock):
+    model = Model(clock)
+    watched = watch(model, warmup_steps=1)
+    model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"with watched.step\(\)"):
+        watched.record()
+    loop(model, clock, watched, steps=1)
+    with pytest.raises(RuntimeError, match="warmup_steps=0"):
+        watched.record()
+
+
 def test_steps_do_not_nest_and_wrong_arguments_are_refused(clock):
     watched = watch(Model(clock))
     with watched.step(), pytest.raises(RuntimeError, match="nest"), watched.step():

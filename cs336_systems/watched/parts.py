@@ -122,14 +122,22 @@ class Parts:
             return self._finished(progress, steps)
         lacking = self.out_of_memory
         if lacking.last is None:
-            raise RuntimeError(
-                f"watch: no step to report: {len(progress.warmup)} of {self._loop.warmup_steps} "
-                "warm-up steps are done; watch more steps, or give watch(..., warmup_steps=0)"
-            )
+            raise RuntimeError(f"watch: no step to report: {self._why_none(len(progress.warmup))}")
         return replace(
             progress.record(Status.OOM),
             failure=lacking.failure,
             seen=LoopRecord(out_of_memory=lacking.last),
+        )
+
+    def _why_none(self, warmup: int) -> str:
+        """Why there is no step to report after so many warm-up steps, and what to do."""
+        if not self.steps.num_ended:
+            return (
+                "none has ended; put the code of each step of the loop into `with watched.step():`"
+            )
+        return (
+            f"{warmup} of {self._loop.warmup_steps} warm-up steps are done; watch more steps, or "
+            "give watch(..., warmup_steps=0)"
         )
 
     def _finished(self, progress: Progress, steps: Sequence[WatchedStep]) -> RunRecord:

@@ -40,6 +40,11 @@ class Steps:
         """When the times of the pending steps are to be computed."""
 
     @property
+    def num_ended(self) -> int:
+        """Number of steps that have ended, warm-up included."""
+        return self._num_ended
+
+    @property
     def next_number(self) -> int:
         """The number of the next step: 0 is the first one after the warm-up."""
         return self._num_ended - self.warmup_steps
