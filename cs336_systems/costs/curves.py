@@ -24,11 +24,12 @@ from .kernels import (
 )
 from .tape import MATMULS_OF, Form, Pass
 
-FASTER_LAUNCHES, SLOWER_LAUNCHES = 1.23, 2.07
+FASTER_LAUNCHES, SLOWER_LAUNCHES = 1.4, 2.07
 """Nine of ten steps are launched by calls between the measured time divided by the first and
 multiplied by the second: hosts of equal GPUs differ by so much, and one host from minute to minute
-by as much. These are the ends of the eight hosts whose calls the published ceilings have, in a step
-where they were measured in one, beside the time that their GPU's curves have; no step was fitted.
+by as much. These are the ends of the eight hosts whose calls the published ceilings have: of lone
+launches, beside the median of their GPU's, and in a step, beside the time that its curves have. No
+step was fitted.
 """
 PASS_SPREAD = 1.1
 """Nine of ten passes over memory take between the measured time divided and multiplied by this."""

@@ -347,7 +347,7 @@ def test_backward_of_attention_is_what_both_take_more_than_forward(
     assert row.timing.time_s == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("how", Pass)
+@pytest.mark.parametrize("how", [how for how in Pass if how is not Pass.FUSED])
 def test_passes_do_what_a_step_does(how: Pass) -> None:
     (row,) = [cell for cell in pass_cells(Device.CPU, [1]) if cell.how is how]
     assert row.moved_bytes == PASS_UNIT * PASS_BYTES[how]
