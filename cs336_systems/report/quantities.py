@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from ..analysis.compare import Verdict, compare_apart, measured_steps
 from ..analysis.loop_times import LoopTimes
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
@@ -299,7 +300,8 @@ class StepResult(Mapping[str, Any]):
     def interval_s(self) -> tuple[float, float] | tuple[None, None]:
         """95 % interval of the mean step over the processes' means.
 
-        It is unknown below three processes: the steps of one process are not independent.
+        It is unknown below three processes, as the steps of one process are not independent, and
+        of equal means.
         """
         means_s = [measurement.mean_s for measurement in self.measured(Phase.STEP)]
         return mean_interval(means_s) or (None, None)
@@ -355,6 +357,12 @@ class StepResult(Mapping[str, Any]):
         if baseline is None or not baseline.step_mean_ms or not self.step_mean_ms:
             return Gain()
         return Gain.over(baseline, self, baseline.step_mean_ms / self.step_mean_ms)
+
+    def may_be_chance(self, settings: tuple[str, ...]) -> bool:
+        """Whether processes that show their scatter cannot tell this step from the baseline's."""
+        sides = [measured_steps(result.records) for result in (self.baselines[settings], self)]
+        compared = compare_apart(*sides)
+        return not compared.is_assumed and compared.verdict is Verdict.CANNOT_TELL
 
     # the columns of results.csv, in order
 
@@ -536,7 +544,8 @@ class StepResult(Mapping[str, Any]):
             return None
         sent_bytes = []
         for record in self.done:
-            sent_bytes.append(sum(traffic.sent_bytes for traffic in record.traffic or ()))
+            if record.traffic is not None:
+                sent_bytes.append(sum(traffic.sent_bytes for traffic in record.traffic))
         return scaled(max(sent_bytes, default=None), 1 / MIB)
 
     @quantity(
@@ -604,14 +613,19 @@ class StepResult(Mapping[str, Any]):
         for record in self.done:
             of_gpus = [rank.telemetry for rank in record.ranks] or [record.telemetry]
             known_j = [gpu.energy_per_step_j for gpu in of_gpus if gpu is not None]
-            if len(known_j) == len(of_gpus) and None not in known_j:
+            if len(known_j) == (self.world_size or 1) and None not in known_j:
                 energies_j.append(sum(filter(None, known_j)))
         return statistics.fmean(energies_j) if energies_j else None
 
-    @quantity(numeric=False, in_csv="never")
+    @quantity(numeric=False, in_csv="never", write=str)
     def ended(self) -> str:
         """How the runs ended, in words."""
-        return ended(self.status)
+        return ended(*self.statuses)
+
+    @quantity(in_csv="never")
+    def statuses(self) -> list[Status]:
+        """How each of the runs ended."""
+        return [record.status for record in self.records]
 
     @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:

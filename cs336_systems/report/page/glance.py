@@ -178,8 +178,10 @@ def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
         text = NamedRows(rows).range(entry.key, entry.written)
         if len(rows) == 1:
             text = entry.cell(rows[0])
+        number = sum(row[entry.key] is not None for row in rows)
+        part = "" if number == len(_timed(rows)) else f", of {number} of {len(rows)}"
         if text:
-            yield Tile(name, f"{text} {entry.unit}".strip(), about)
+            yield Tile(name, f"{text} {entry.unit}".strip(), f"{about}{part}")
 
 
 def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
@@ -230,7 +232,7 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
             for key in PHASES
             if result[key]
         ]
-        text = f"A step takes {times}: {', '.join(parts)}"
+        text = ": ".join(filter(None, [f"A step takes {times}", ", ".join(parts)]))
     elif times:
         text = f"A step takes {times} {told.part('step_mean_ms')}"
     late = []
@@ -336,6 +338,8 @@ def of_ladder(rungs: Sequence[RungResult]) -> Headline:
     """
     ends = NamedRows(rungs, [rung.rung for rung in rungs]).failures()
     text = "No rung passed the gate"
+    if all(rung.verdict.passed is None for rung in rungs):
+        text = f"The gate judged no rung: {rungs[0].verdict.missing}"
     if any(rung.is_credited for rung in rungs):
         text = next(ladder_findings(rungs)).rstrip(".")
     return _with_doubt(f"{text}{ends}.")

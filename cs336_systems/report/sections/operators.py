@@ -278,11 +278,16 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
             continue
         for row in cells_of(rows, name, "error")[:1]:
             yield f"No {name} in {row['precision']}: {row['error']}"
-    wanted = sum(map(len, grid.groups()))
-    if len(study.results) < wanted:
+    yield from _missing_notes(study)
+
+
+def _missing_notes(study: AttentionStudy | FusionStudy) -> Iterator[str]:
+    """A note that counts the cells of the grid that were measured, unless all were."""
+    wanted = sum(len(cell.rows) for group in study.grid.groups() for cell in group)
+    if len(study.rows) < wanted:
         yield (
-            f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study "
-            "was interrupted."
+            f"Only {len(study.rows)} of the grid's {wanted} cells were measured: the study was "
+            "interrupted."
         )
 
 
@@ -437,4 +442,5 @@ def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
     yield from doubt_notes(codes, "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
+    yield from _missing_notes(study)
     yield CHANCE
