@@ -5,6 +5,7 @@ import random
 import statistics
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -15,14 +16,19 @@ from cs336.record import Measurement, RunRecord, Status, WarningCode
 from cs336.report.compared import Sides, compare_sides
 from cs336.report.configurations import step_results
 from cs336.report.identity import settings_of, shared_settings
+from cs336.report.page.directory import Directory
 from cs336.report.page.glance import _tiles as tiles
-from cs336.report.page.glance import of_ladder, of_steps
+from cs336.report.page.glance import headline_of, of_ladder, of_steps
+from cs336.report.results import StudyResults
+from cs336.report.sections.ceilings import ceilings_sections
 from cs336.report.sections.ladder import ladder_results, ladder_section
 from cs336.report.sections.operators import fusion_section
 from cs336.report.sections.steps import phase_bars, results_table, step_answer, step_findings
 from cs336.report.words import STATUS_WORDS
+from cs336.studies.ceilings_rows import Stream
 from cs336.studies.operators import PHASES, Version
 from cs336.subject import WatchedLoop
+from tests.report.ceilings import make_ceilings, product_at, square, stream_at
 from tests.report.ladders import FALLING, STEPS_S, make_ladder, make_process
 from tests.report.making import H200, make_config, make_environment, make_failure, make_record
 from tests.report.studies import make_fusion, make_row
@@ -240,6 +246,29 @@ def test_an_interrupted_study_says_so() -> None:
         told = {note for table in section.tables for note in table.notes if "Only" in note}
         expected = f"Only {number} of the grid's {whole} cells were measured: the study was"
         assert told == ({f"{expected} interrupted."} if number < whole else set())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_headline_of_a_study_counts_what_was_not_measured(seed: int) -> None:
+    """Of drawn products and passes over memory a part was measured."""
+    rng = random.Random(seed)
+    sides, sizes = (range(8, 8 + 8 * rng.randint(1, 3), 8) for _ in range(2))
+    products = [product_at(square(side), 1.0) for side in sides]
+    streams = [
+        stream_at(100, num_bytes=2**20 * size, stream=stream) for size in sizes for stream in Stream
+    ]
+    study = make_ceilings(products, streams)
+    left = (rng.randint(0, len(products)), rng.randint(1, len(streams)))
+    part = replace(study, products=study.products[: left[0]], streams=study.streams[: left[1]])
+    wanted = len(products) + len(streams)
+    note = f"Only {sum(left)} of the grid's {wanted} cells were measured"
+    for told in (
+        headline_of(Directory(path=Path(), study=StudyResults(part)), ())[1],
+        " ".join(ceilings_sections(part)[0].tables[0].notes),
+    ):
+        assert (note in told) is (sum(left) < wanted)
+    titles = [table.title for table in ceilings_sections(part)[1].tables]
+    assert len(titles) == bool(left[0]), "a precision without products has no table"
 
 
 @pytest.mark.parametrize("seed", range(20))

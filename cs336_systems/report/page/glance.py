@@ -56,7 +56,8 @@ LIMITED = f"Limited by {Limit.LAUNCHES}"
 def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
     """The headline of the directory's page; the rows are those of its runs."""
     if directory.study is not None:
-        return OF_STUDIES[directory.study.subject](directory.study.sections)
+        answer, more = OF_STUDIES[directory.study.subject](directory.study.sections)
+        return answer, " ".join(filter(None, [*directory.study.not_measured, more]))
     if directory.rungs:
         return of_ladder(directory.rungs)
     if directory.compared is not None:

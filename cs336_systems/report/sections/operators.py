@@ -31,6 +31,7 @@ from .study import (
     doubt_notes,
     end_of,
     has_failed,
+    missing_notes,
     pivoted,
     promised_bandwidth,
     times_ms,
@@ -278,17 +279,13 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
             continue
         for row in cells_of(rows, name, "error")[:1]:
             yield f"No {name} in {row['precision']}: {row['error']}"
-    yield from _missing_notes(study)
+    yield from missing_operators(study)
 
 
-def _missing_notes(study: AttentionStudy | FusionStudy) -> Iterator[str]:
-    """A note that counts the cells of the grid that were measured, unless all were."""
+def missing_operators(study: AttentionStudy | FusionStudy) -> list[str]:
+    """A note on the cells of the grid that were not measured."""
     wanted = sum(len(cell.rows) for group in study.grid.groups() for cell in group)
-    if len(study.rows) < wanted:
-        yield (
-            f"Only {len(study.rows)} of the grid's {wanted} cells were measured: the study was "
-            "interrupted."
-        )
+    return missing_notes(len(study.rows), wanted)
 
 
 def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
@@ -442,5 +439,5 @@ def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
     yield from doubt_notes(codes, "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
-    yield from _missing_notes(study)
+    yield from missing_operators(study)
     yield CHANCE
