@@ -286,6 +286,15 @@ class StepResult(Mapping[str, Any]):
         squares_s2 = sum(degrees * stdev_s**2 for degrees, stdev_s in spreads)
         return Pooled(mean_s, math.sqrt(squares_s2 / freedom))
 
+    def part_ms(self, phase: Phase) -> Value:
+        """The mean time of the phase in a step, over all steps, those without the phase too."""
+        means_s = []
+        for record in self.done:
+            part, step = record.measurement(phase), record.measurement(Phase.STEP)
+            if part is not None and step is not None:
+                means_s.append(part.mean_s * (len(part.times_s) / len(step.times_s)))
+        return scaled(_mean(means_s), MS)
+
     @cached_property
     def step(self) -> Pooled:
         """The times of the whole step."""

@@ -2,11 +2,13 @@
 
 import math
 import random
+import re
 import statistics
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 
@@ -310,3 +312,28 @@ def test_the_last_sentence_on_a_run_is_of_its_warnings_alone(times, codes, expec
     record = make_record(make_config(), times, codes=codes)
     (result,) = step_results([record])
     assert step_answer(result, record)[2] == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_phases_that_some_steps_lack_are_parts_of_all_steps(seed: int) -> None:
+    """Loops that accumulate gradients: the optimizer runs in one of several steps, or more
+    processes in unlike many. Its part of the mean step is that of the sums.
+    """
+    rng = np.random.default_rng(seed)
+    records, parts = [], []
+    for repeat in range(rng.integers(1, 4)):
+        forward = rng.uniform(0.1, 0.2, 12)
+        update = rng.uniform(0.1, 0.2, 12) * (np.arange(12) % rng.integers(1, 5) == 0)
+        parts.append([forward.mean(), update.mean(), (forward + update).mean()])
+        times = {Phase.FORWARD: forward, Phase.OPTIMIZER: update[update > 0]}
+        times[Phase.STEP] = forward + update
+        measured = [Measurement(phase, tuple(of.tolist())) for phase, of in times.items()]
+        records.append(replace(make_loop(repeat), measurements=tuple(measured)))
+    forward_s, update_s, step_s = np.mean(parts, axis=0)
+    (result,) = step_results(records)
+    headline, _ = of_steps([result])
+    shares = [100 * part / step_s for part in (forward_s, update_s)]
+    told = [float(text) for text in re.findall(r"([\d.]+) %", headline)]
+    assert told == pytest.approx(shares, rel=5e-3)
+    (bar,) = phase_bars([result])
+    assert bar.parts == pytest.approx({"forward": 1e3 * forward_s, "optimizer": 1e3 * update_s})

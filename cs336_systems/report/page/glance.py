@@ -18,7 +18,7 @@ from ...record import WarningCode
 from ...studies.operators import Version
 from ...text import counted
 from ..charts import Bar
-from ..columns import column, three_digits
+from ..columns import three_digits
 from ..compared import Compared
 from ..configurations import step_results
 from ..quantities import StepResult
@@ -228,11 +228,10 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
     text = "No step has a time"
     if times and len(results) == 1:
         (result,) = results
-        parts = [
-            f"{column(key).name} {percent_of(result[key], result['step_mean_ms'])}"
-            for key in PHASES
-            if result[key]
-        ]
+        parts = []
+        for phase in PHASES:
+            if part_ms := result.part_ms(phase):
+                parts.append(f"{phase} {percent_of(part_ms, result['step_mean_ms'])}")
         text = ": ".join(filter(None, [f"A step takes {times}", ", ".join(parts)]))
     elif times:
         text = f"A step takes {times} {told.part('step_mean_ms')}"

@@ -36,8 +36,8 @@ from ..words import (
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
-PHASES = [f"{phase}_mean_ms" for phase in Phase if phase is not Phase.STEP]
-"""Columns of the phases, in the order of a step."""
+PHASES = [phase for phase in Phase if phase is not Phase.STEP]
+"""The phases in the order of a step."""
 OFFERED = (
     "Offered: what the factory of a model of one's own was given to choose from; the model's "
     "shape is not known."
@@ -58,7 +58,10 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
         significant(1e3 * time_s)
         for time_s in (measured.min_s, measured.median_s, max(measured.times_s))
     )
-    phases = [f"{column(key).name} {column(key).cell(result)}" for key in PHASES if result[key]]
+    phases = []
+    for phase in PHASES:
+        if result[key := f"{phase}_mean_ms"]:
+            phases.append(f"{phase} {column(key).cell(result)}")
     speed = []
     for entry in (StepResult.tokens_per_s, StepResult.mfu, StepResult.peak_allocated_gib):
         if text := entry.cell(result):
@@ -334,11 +337,14 @@ def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:
-    """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
-    noticeable, and step time and peak of memory as figures.
+    """The bar of one result: mean time of each phase in a step in milliseconds, the rest of the
+    step if it is noticeable, and step time and peak of memory as figures.
     """
-    parts = {phase: result[f"{phase}_mean_ms"] for phase in PHASE_STYLES}
-    parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
+    parts = {}
+    for phase in PHASE_STYLES:
+        time_ms = result.part_ms(Phase(phase))
+        if time_ms is not None:
+            parts[phase] = time_ms
     step_ms = result.step_mean_ms
     if step_ms is not None:
         rest_ms = step_ms - sum(parts.values())
