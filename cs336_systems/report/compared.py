@@ -90,8 +90,9 @@ def compare_sides(
     """Compare each configuration of A with that of B.
 
     `are_alternate` says that the runs of A and B were interleaved. Raises ValueError, which says
-    why, where nothing matches, for a side that has one configuration on several devices, and,
-    unless `allow_mixed`, for records of other hardware, software, inputs or warm-up.
+    why, where nothing matches, for a side that has one configuration on several devices or one
+    repeat several times, and, unless `allow_mixed`, for records of other hardware, software, inputs
+    or warm-up.
     """
     # what is measured alternately was checked before the first run
     is_mixed = are_alternate or allow_mixed
@@ -187,11 +188,7 @@ def _section(
 def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", results, strict=True):
-        if len({row.subject for row in rows}) < len(rows):
-            raise ValueError(
-                f"{name} has the same configuration on several devices; keep each device's runs "
-                "apart"
-            )
+        _refuse_doubled(name, rows)
     a, b = ([_settings(row) for row in rows] for rows in results)
     matching = compare.match(a, b)
     if not matching.pairs:
@@ -207,6 +204,23 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
                 "due; compare them with --allow-mixed"
             )
     return matching
+
+
+def _refuse_doubled(name: str, rows: Sequence[StepResult]) -> None:
+    """Raise ValueError if the side of this name has one configuration on several devices, or one
+    repeat of it several times.
+    """
+    if len({row.subject for row in rows}) < len(rows):
+        raise ValueError(
+            f"{name} has the same configuration on several devices; keep each device's runs apart"
+        )
+    for row in rows:
+        repeats = [record.subject.repeat for record in row.records]
+        if len(set(repeats)) < len(repeats):
+            raise ValueError(
+                f"{name} has several runs of one repeat of {row.subject.label}; keep the runs of "
+                "each sweep apart"
+            )
 
 
 def _settings(row: StepResult) -> Row:

@@ -337,3 +337,31 @@ def test_phases_that_some_steps_lack_are_parts_of_all_steps(seed: int) -> None:
     assert told == pytest.approx(shares, rel=5e-3)
     (bar,) = phase_bars([result])
     assert bar.parts == pytest.approx({"forward": 1e3 * forward_s, "optimizer": 1e3 * update_s})
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_process_is_left_out_of_a_comparison(seed: int) -> None:
+    """The ratio is that of the processes that the table counts; runs of one repeat are refused."""
+    rng = random.Random(seed)
+    sides = []
+    for seed_of_side in (0, 1):
+        repeats = [rng.randrange(6) for _ in range(rng.randint(1, 4))]
+        sides.append(
+            [
+                make_record(
+                    make_config(repeat=repeat, seed=seed_of_side), (rng.uniform(0.1, 0.2),) * 2
+                )
+                for repeat in repeats
+            ]
+        )
+    numbers = [[record.config.repeat for record in side] for side in sides]
+    if any(len(set(repeats)) < len(repeats) for repeats in numbers):
+        with pytest.raises(ValueError, match="several runs of one repeat"):
+            compare_sides(Sides(a="a", b="b"), sides)
+        return
+    (row,) = compare_sides(Sides(a="a", b="b"), sides).section.rows
+    means = [
+        np.log([record.measurement(Phase.STEP).mean_s for record in side]).mean() for side in sides
+    ]
+    assert row["ratio"] == pytest.approx(np.exp(means[1] - means[0]))
+    assert [row["a_processes"], row["b_processes"]] == list(map(len, sides))
