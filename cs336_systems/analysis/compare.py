@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from ..config import Mode, Phase, Profiler
-from ..record import Measurement, RunRecord, Status
+from ..record import Environment, Measurement, RunRecord, Status
 from ..subject import Subject
 from ..text import LONGEST_PART, shortened
 from .statistics import standard_error
@@ -348,7 +348,7 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
             )
     if allow_mixed:
         return
-    if apart := conditions_apart(chain.from_iterable(sides)):
+    if apart := conditions_apart(record.environment for record in chain.from_iterable(sides)):
         raise ValueError(
             f"the records come from different hardware or software ({apart}); compare them with "
             "--allow-mixed"
@@ -360,12 +360,10 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
         )
 
 
-def conditions_apart(records: Iterable[RunRecord]) -> str:
-    """In what the conditions of the records differ: `driver 580 and 590`; empty where they do
-    not.
-    """
+def conditions_apart(environments: Iterable[Environment | None]) -> str:
+    """In what the known conditions differ: `driver 580 and 590`; empty where they do not."""
     texts: dict[str, set[str]] = {}
-    for identity in {record.environment.identity for record in records if record.environment}:
+    for identity in {known.identity for known in environments if known}:
         for name, value in msgspec.to_builtins(identity).items():
             texts.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
     apart = []

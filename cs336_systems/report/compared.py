@@ -18,12 +18,12 @@ from ..files import read_json
 from ..record import RUNS, RecordError, RunRecord, load_records, read_record
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
-from .configurations import mixed_notes, step_results
+from .configurations import step_results
 from .formats import texts_of, write_files
 from .identity import ALWAYS, SHAPE, heading, identity_columns, without_unused
 from .quantities import StepResult
 from .section import Section, known, make_table, settings
-from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant
+from .words import DOUBT, SCATTER, in_percent, mean_and_std, mixed_notes, significant
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -313,7 +313,7 @@ def _what_is_what(
             f"They differ throughout in {', '.join(differences)}; rows are matched by all other "
             "settings."
         )
-    yield from mixed_notes(chain(*results))
+    yield from mixed_notes(chain.from_iterable(row.environments for row in chain(*results)))
     for of_a, of_b in matching.pairs:
         a, b = (row.subject.tokens_per_step for row in (results[0][of_a], results[1][of_b]))
         if a != b:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from itertools import chain
 from typing import Any
 
-from ..analysis.compare import conditions_apart
 from ..config import SIZES
 from ..costs.time import prepare_forecasts
 from ..record import RunRecord
@@ -52,14 +50,6 @@ def step_results(
     for entry in StepResult.speed_ups():
         _find_baselines(results, entry.settings)
     return results
-
-
-def mixed_notes(results: Iterable[StepResult]) -> list[str]:
-    """A note on the hardware and software in which the records of these results differ."""
-    apart = conditions_apart(chain.from_iterable(result.records for result in results))
-    if not apart:
-        return []
-    return [f"Differences may be due to unlike hardware or software: {apart}."]
 
 
 def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) -> None:

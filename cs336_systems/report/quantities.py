@@ -24,7 +24,7 @@ from ..costs.hardware import DeviceSpec, find_device
 from ..costs.memory import predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
-from ..record import Activity, Measurement, Memory, RunRecord, Status
+from ..record import Activity, Environment, Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
 from ..subject import Subject
 from .column import Quantity, Written, quantity, signed, three_digits, two_digits
@@ -264,6 +264,11 @@ class StepResult(Mapping[str, Any]):
     def is_shared(self) -> bool:
         """Whether ranks share each step; of a watched loop that is not known."""
         return self.config is not None and self.config.is_shared
+
+    @property
+    def environments(self) -> list[Environment | None]:
+        """Where each of the runs was measured."""
+        return [record.environment for record in self.records]
 
     def measured(self, phase: Phase) -> list[Measurement]:
         """The times of the phase in each process that has any."""

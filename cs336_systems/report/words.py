@@ -10,7 +10,7 @@ from typing import Any
 
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
-from ..record import Failure, RunRecord, Status
+from ..record import Environment, Failure, RunRecord, Status
 from ..text import counted
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
@@ -87,6 +87,12 @@ def warning_counts(codes: Sequence[str | None], rows: str) -> str:
     return ", ".join(
         f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common()
     )
+
+
+def mixed_notes(environments: Iterable[Environment | None]) -> list[str]:
+    """A note on the hardware and software in which these differ."""
+    apart = compare.conditions_apart(environments)
+    return [f"Differences may be due to unlike hardware or software: {apart}."] if apart else []
 
 
 def significant(value: float, digits: int = 4) -> str:

@@ -33,7 +33,7 @@ from cs336.subject import WatchedLoop
 from tests.report.ceilings import make_ceilings, product_at, square, stream_at
 from tests.report.ladders import FALLING, STEPS_S, make_ladder, make_process
 from tests.report.making import H200, make_config, make_environment, make_failure, make_record
-from tests.report.studies import make_fusion, make_row
+from tests.report.studies import make_cell, make_fusion, make_result, make_row, make_study
 
 FAILURES = (Status.OOM, Status.CRASHED, Status.TIMEOUT, Status.CUDA_ERROR)
 SOFTWARE = {"torch": ("2.11.0", "2.9.0"), "driver": ("580", "590"), "code": ("abc", "def")}
@@ -365,3 +365,19 @@ def test_no_process_is_left_out_of_a_comparison(seed: int) -> None:
     ]
     assert row["ratio"] == pytest.approx(np.exp(means[1] - means[0]))
     assert [row["a_processes"], row["b_processes"]] == list(map(len, sides))
+
+
+def test_cells_of_unlike_conditions_are_told_of_each_study() -> None:
+    other = make_environment("Other GPU")
+    ceilings = make_ceilings([product_at(square(8), 1.0)], [stream_at(100)])
+    fusion = make_fusion(*(make_row(phase=phase) for phase in PHASES))
+    attention = make_study(make_result(make_cell()))
+    for study in (ceilings, fusion, attention):
+        for others, is_told in (((other,), True), ((), False)):
+            results = StudyResults(replace(study, other_environments=others))
+            notes = results.sections[0].tables[0].notes
+            for told in (
+                " ".join(notes),
+                headline_of(Directory(path=Path(), study=results), ())[1],
+            ):
+                assert ("device name NVIDIA H200 and Other GPU" in told) is is_told

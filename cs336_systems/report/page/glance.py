@@ -57,7 +57,7 @@ def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
     """The headline of the directory's page; the rows are those of its runs."""
     if directory.study is not None:
         answer, more = OF_STUDIES[directory.study.subject](directory.study.sections)
-        return answer, " ".join(filter(None, [*directory.study.not_measured, more]))
+        return answer, " ".join(filter(None, [*directory.study.caveats, more]))
     if directory.rungs:
         return of_ladder(directory.rungs)
     if directory.compared is not None:

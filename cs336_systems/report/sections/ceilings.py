@@ -20,7 +20,7 @@ from ...studies.ceilings_rows import (
 )
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, known, make_table
-from ..words import GIGA, MIB, TERA, ratio, significant
+from ..words import GIGA, MIB, TERA, mixed_notes, ratio, significant
 from .study import (
     derived,
     doubt_notes,
@@ -112,12 +112,14 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
     ]
 
 
-def missing_ceilings(study: CeilingsStudy) -> list[str]:
-    """A note on the products and streams of the grid that were not measured. Other cells are not
-    counted: later versions measure more of them.
+def caveats_of_ceilings(study: CeilingsStudy) -> list[str]:
+    """Notes on products and streams of the grid that were not measured, and on unlike conditions.
+    Other cells are not counted: later versions measure more of them.
     """
     wanted = sum(isinstance(cell.rows[0], ProductCell | StreamCell) for cell in study.grid.cells())
-    return missing_notes(len(study.products) + len(study.streams), wanted)
+    environments = [study.environment, *study.other_environments]
+    missing = missing_notes(len(study.products) + len(study.streams), wanted)
+    return [*missing, *mixed_notes(environments)]
 
 
 def _section(name: str, rows: Sequence[Row], *tables: Table) -> Section:
@@ -360,7 +362,7 @@ def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
     columns = known(columns_of(*SUMMARY), ceilings)
     notes = [
         *findings,
-        *missing_ceilings(study),
+        *caveats_of_ceilings(study),
         *doubt_notes([row["warnings"] for row in ceilings], "ceilings", LOOPS),
     ]
     return make_table(

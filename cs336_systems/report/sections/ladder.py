@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
 from ..column import Column, quantity, short, six_digits
-from ..configurations import mixed_notes, step_results
+from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
-from ..words import CHANCE, DOUBT, ratio, rounded, significant
+from ..words import CHANCE, DOUBT, mixed_notes, ratio, rounded, significant
 from .kernels.entry import Explained
 from .steps import warning_notes
 
@@ -419,7 +420,7 @@ def _speed_notes(rungs: Rungs) -> Iterator[str]:
     counts = [rung.processes for rung in rungs if rung.processes]
     if counts and min(counts) < FEWEST:
         yield CHANCE
-    yield from mixed_notes(rungs)
+    yield from mixed_notes(chain.from_iterable(rung.environments for rung in rungs))
     yield from findings(rungs)
     yield from warning_notes([rung.warnings for rung in rungs], "rungs")
     if any(rung.over_first.is_doubted for rung in rungs):

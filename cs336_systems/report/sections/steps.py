@@ -5,7 +5,7 @@ pictures.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...text import counted, text_of
 from ..charts import PHASE_STYLES, REST_COLOUR, Bar, Chart, Panel, Style
 from ..column import Quantity, Row, signed, three_digits
 from ..columns import column
-from ..configurations import mixed_notes, over_warmup, steady
+from ..configurations import over_warmup, steady
 from ..identity import identity_columns, placed_settings, settings_of, trailing
 from ..quantities import SpeedUp, StepResult
 from ..section import Section, Table, distinct_labels, known, labels, make_table, settings
@@ -29,6 +29,7 @@ from ..words import (
     DOUBTED_FORECAST,
     SHIPPED,
     NamedRows,
+    mixed_notes,
     percent_of,
     significant,
     warning_counts,
@@ -137,7 +138,7 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
     if any(config.model_factory and config.size != UNSIZED for config in configs):
         yield OFFERED
     yield "Times are mean ± standard deviation over the measured steps of a process."
-    yield from mixed_notes(results)
+    yield from mixed_notes(chain.from_iterable(result.environments for result in results))
     yield from too_few_note(result.processes for result in results)
     gains, of_few = [], []
     for entry in StepResult.speed_ups():
