@@ -7,8 +7,9 @@ the blocks' differences, in which a drift between blocks cancels. Sides that wer
 time of its own are compared by their means, by Welch, with SESSION_DEVIATION in addition, which
 more processes do not reduce.
 
-Where fewer than FEWEST processes show how much they scatter, the scatter is assumed:
-PROCESS_DEVIATION, and besides STEP_FACTOR times the standard deviation of a process's steps.
+Where processes do not show how much they scatter, as there are fewer than FEWEST or all are equal,
+the scatter is assumed: PROCESS_DEVIATION, and besides STEP_FACTOR times the standard deviation of a
+process's steps.
 """
 
 import math
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from ..config import Mode, Phase, Profiler
-from ..record import Measurement, RunRecord, Status
+from ..record import Environment, Measurement, RunRecord, Status
 from ..subject import Subject
 from ..text import LONGEST_PART, shortened
-from .statistics import FEWEST, standard_error
+from .statistics import standard_error
 
 if TYPE_CHECKING:
     from .kernels.step_profile import KernelTimes
@@ -83,6 +84,10 @@ class Comparison:
     """Confidence interval of the ratio; None if there are too few processes or steps for one."""
     num_a: int
     num_b: int
+    is_in_turn: bool = False
+    """Whether the interval is of differences between neighbours."""
+    is_assumed: bool = False
+    """Whether it is of an assumed scatter between processes."""
 
     @property
     def verdict(self) -> Verdict:
@@ -119,28 +124,34 @@ def compare_in_turn(a: StepBlocks, b: StepBlocks) -> Comparison:
     """Compare B with A by the blocks, given by number, in which both were measured one after the
     other.
 
-    With fewer than FEWEST blocks that both have, the sides are compared as if measured each at a
-    time of its own.
+    Where the blocks that both have show no scatter, the sides are compared as if measured each at
+    a time of its own.
     """
     blocks = a.keys() & b.keys()
-    if len(blocks) < FEWEST:
-        return compare_apart(a, b)
     of_a = _logarithms(a[block] for block in blocks)
     of_b = _logarithms(b[block] for block in blocks)
     differences = [log_b - log_a for log_a, log_b in zip(of_a, of_b, strict=True)]
-    return _comparison(of_a, of_b, _shown(differences))
+    error = standard_error(differences)
+    if error is None:
+        return compare_apart(a, b)
+    compared = _comparison(of_a, of_b, [(error**2, len(blocks) - 1)])
+    return replace(compared, is_in_turn=True)
 
 
 def compare_apart(a: StepBlocks, b: StepBlocks) -> Comparison:
     """Compare B with A, each at least one process, measured each at a time of its own."""
     of_a, of_b = _logarithms(a.values()), _logarithms(b.values())
+    is_assumed = False
     variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
     for side, logarithms in ((a, of_a), (b, of_b)):
-        if len(side) >= FEWEST:
-            variances += _shown(logarithms)
-        else:
+        error = standard_error(logarithms)
+        if error is None:
+            is_assumed = True
             variances += _assumed([*side.values()])
-    return _comparison(of_a, of_b, variances)
+        else:
+            variances.append((error**2, len(side) - 1))
+    compared = _comparison(of_a, of_b, variances)
+    return replace(compared, is_assumed=is_assumed)
 
 
 def compare_launches(a: "KernelTimes", b: "KernelTimes", among: int) -> Comparison:
@@ -174,14 +185,9 @@ not known.
 """
 
 
-def _shown(logarithms: Sequence[float]) -> Variances:
-    """The variance of the mean of at least FEWEST values, estimated from the values themselves."""
-    return [(standard_error(logarithms) ** 2, len(logarithms) - 1)]
-
-
 def _assumed(side: Sequence[Measurement]) -> Variances:
-    """The variance of the mean of too few processes to show their scatter, in parts: an assumed one
-    between processes, and that of each process's steps, which is None for a single step.
+    """The variance of the mean of processes that do not show their scatter, in parts: an assumed
+    one between processes, and that of each process's steps, which is None for a single step.
     """
     variances: Variances = [(PROCESS_DEVIATION**2 / len(side), math.inf)]
     for measured in side:
@@ -313,14 +319,20 @@ def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
 
 
 def refuse_other_work(a: Subject, b: Subject) -> None:
-    """Raise ValueError, in one line, if the modes of A and B compute other phases; those of
-    inference are forward's.
+    """Raise ValueError, in one line, if the modes of A and B compute other phases (those of
+    inference are forward's), or if the tokens of a step were seen of only one of them.
     """
     work = [Mode.FORWARD if side.mode is Mode.INFERENCE else side.mode for side in (a, b)]
     if work[0] is not work[1]:
         raise ValueError(
             f"A is of mode {a.mode} and B of mode {b.mode}, which is other work: compare runs of "
             "one mode"
+        )
+    if (a.tokens_per_step is None) is not (b.tokens_per_step is None):
+        unseen = "A" if a.tokens_per_step is None else "B"
+        raise ValueError(
+            f"no tokens were seen in the steps of {unseen}, so whether they are the other's work "
+            "is not known"
         )
 
 
@@ -336,7 +348,7 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
             )
     if allow_mixed:
         return
-    if apart := _conditions_apart(chain.from_iterable(sides)):
+    if apart := conditions_apart(record.environment for record in chain.from_iterable(sides)):
         raise ValueError(
             f"the records come from different hardware or software ({apart}); compare them with "
             "--allow-mixed"
@@ -348,12 +360,10 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
         )
 
 
-def _conditions_apart(records: Iterable[RunRecord]) -> str:
-    """In what the conditions of the records differ: `driver 580 and 590`; empty where they do
-    not.
-    """
+def conditions_apart(environments: Iterable[Environment | None]) -> str:
+    """In what the known conditions differ: `driver 580 and 590`; empty where they do not."""
     texts: dict[str, set[str]] = {}
-    for identity in {record.environment.identity for record in records if record.environment}:
+    for identity in {known.identity for known in environments if known}:
         for name, value in msgspec.to_builtins(identity).items():
             texts.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
     apart = []

@@ -163,6 +163,8 @@ def _between_sentences(record: RunRecord) -> list[str]:
         for seconds in (times.between_data_s, times.between_s - times.between_data_s)
     )
     between = f"between steps: {1e3 * times.between_s / count:.4g} ms"
+    if record.seen is None or not record.seen.between_data_s:
+        return [between]  # what was data is not known
     sentences.append(f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms")
     verdict = between_verdict(
         times.steps_s / count, (times.between_s - times.between_data_s) / count

@@ -10,6 +10,8 @@ FEWEST = 3
 about the scatter.
 """
 
+ROUNDING = 1e-12
+"""Difference of two times, or of their logarithms, that rounding may explain."""
 MIN_CORRELATED = 10
 """Fewest values whose correlation is known well enough."""
 
@@ -36,24 +38,32 @@ def summaries(times_s: Mapping[str, Sequence[float]]) -> dict[str, dict[str, flo
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than
-    FEWEST values.
+    FEWEST values and for equal ones, which show no scatter.
 
     Valid for independent values: means of fresh processes, not the steps of one process, which
     resemble each other.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    if len(values) < FEWEST:
+    error = standard_error(values)
+    if error is None:
         return None
     from scipy.special import stdtrit  # slow to import, and few commands need it
 
-    mean, error = statistics.fmean(values), standard_error(values)
+    mean = statistics.fmean(values)
     half_width = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
     return mean - half_width, mean + half_width
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of at least 2 independent values."""
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent values; None where they do not show it: for fewer
+    than FEWEST of them, and for values that are equal but for rounding.
+    """
+    if len(values) < FEWEST:
+        return None
+    least, most = min(values), max(values)
+    if math.isclose(least, most, rel_tol=ROUNDING, abs_tol=ROUNDING):
+        return None
     return statistics.stdev(values) / math.sqrt(len(values))
 
 

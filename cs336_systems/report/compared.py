@@ -23,7 +23,7 @@ from .formats import texts_of, write_files
 from .identity import ALWAYS, SHAPE, heading, identity_columns, without_unused
 from .quantities import StepResult
 from .section import Section, known, make_table, settings
-from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant
+from .words import DOUBT, SCATTER, in_percent, mean_and_std, mixed_notes, significant
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -90,8 +90,9 @@ def compare_sides(
     """Compare each configuration of A with that of B.
 
     `are_alternate` says that the runs of A and B were interleaved. Raises ValueError, which says
-    why, where nothing matches, for a side that has one configuration on several devices, and,
-    unless `allow_mixed`, for records of other hardware, software, inputs or warm-up.
+    why, where nothing matches, for a side that has one configuration on several devices or one
+    repeat several times, and, unless `allow_mixed`, for records of other hardware, software, inputs
+    or warm-up.
     """
     # what is measured alternately was checked before the first run
     is_mixed = are_alternate or allow_mixed
@@ -115,7 +116,7 @@ def compare_sides(
     findings = [
         *_counted(rows),
         *_what_is_what(sides, results, matching, when),
-        *_ratio_notes(rows, are_alternate),
+        *_ratio_notes(rows),
     ]
     section = _section(rows, results, matching.differing, findings)
     return Compared(sides=sides, section=section, left_out=left_out)
@@ -187,11 +188,7 @@ def _section(
 def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", results, strict=True):
-        if len({row.subject for row in rows}) < len(rows):
-            raise ValueError(
-                f"{name} has the same configuration on several devices; keep each device's runs "
-                "apart"
-            )
+        _refuse_doubled(name, rows)
     a, b = ([_settings(row) for row in rows] for rows in results)
     matching = compare.match(a, b)
     if not matching.pairs:
@@ -207,6 +204,23 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
                 "due; compare them with --allow-mixed"
             )
     return matching
+
+
+def _refuse_doubled(name: str, rows: Sequence[StepResult]) -> None:
+    """Raise ValueError if the side of this name has one configuration on several devices, or one
+    repeat of it several times.
+    """
+    if len({row.subject for row in rows}) < len(rows):
+        raise ValueError(
+            f"{name} has the same configuration on several devices; keep each device's runs apart"
+        )
+    for row in rows:
+        repeats = [record.subject.repeat for record in row.records]
+        if len(set(repeats)) < len(repeats):
+            raise ValueError(
+                f"{name} has several runs of one repeat of {row.subject.label}; keep the runs of "
+                "each sweep apart"
+            )
 
 
 def _settings(row: StepResult) -> Row:
@@ -225,6 +239,7 @@ def _row(
     identity = {name: value for name, value in _settings(whole).items() if name not in differing}
     row: Row = {**identity, "identity": identity, **dict.fromkeys(RATIO)}
     row |= {"ratio_is_doubted": False, "answer": "", "per": ""}
+    row |= {"is_in_turn": False, "is_assumed": False}
     for side, result in (("a", a), ("b", b)):
         for name in differing:
             row[f"{name}_{side}"] = result and result["identity"][name]
@@ -244,6 +259,8 @@ def _row(
         "ratio_low": compared.low,
         "ratio_high": compared.high,
         "ratio_is_doubted": in_doubt([*a.codes, *b.codes]),
+        "is_in_turn": compared.is_in_turn,
+        "is_assumed": compared.is_assumed,
         "verdict": str(compared.verdict),
         "answer": _answer(compared, row["per"]),
     }
@@ -255,8 +272,8 @@ def _answer(compared: compare.Comparison, per: str) -> str:
     """
     of = f"{compared.num_a} and {compared.num_b} processes"
     if compared.low is None or compared.high is None or compared.least_shown is None:
-        return f"Cannot tell: {of} of one step show no spread."
-    if min(compared.num_a, compared.num_b) < FEWEST:
+        return f"Cannot tell: the spread of {of} is not known."
+    if compared.is_assumed:
         of += f", assumed to scatter by {SCATTER}"
     if compared.verdict is not compare.Verdict.CANNOT_TELL:
         speed = mean_and_std(1 / compared.ratio, (1 / compared.low - 1 / compared.high) / 2)
@@ -296,6 +313,7 @@ def _what_is_what(
             f"They differ throughout in {', '.join(differences)}; rows are matched by all other "
             "settings."
         )
+    yield from mixed_notes(chain.from_iterable(row.environments for row in chain(*results)))
     for of_a, of_b in matching.pairs:
         a, b = (row.subject.tokens_per_step for row in (results[0][of_a], results[1][of_b]))
         if a != b:
@@ -316,29 +334,30 @@ def _counted(rows: Sequence[Row]) -> Iterator[str]:
         yield f"B against A in {counted(len(rows), 'configuration')}: {verdicts}."
 
 
-def _ratio_notes(rows: Sequence[Row], are_alternate: bool) -> Iterator[str]:
+def _ratio_notes(rows: Sequence[Row]) -> Iterator[str]:
     """Notes on the ratios: the mark of those in doubt, and how their interval is computed, which
     differs for processes measured alternately and for fewer than FEWEST processes.
     """
     if any(row["ratio_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
-    fewest = min(
-        (min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"]), default=0
-    )
+    told = [row for row in rows if row["ratio_low"] is not None]
     interval = f"{100 * compare.CONFIDENCE:g} % interval of the ratio"
-    if are_alternate and fewest >= FEWEST:
+    if any(row["is_in_turn"] for row in told):
         yield (
             f"{interval}: Student's t, over the differences of processes that ran one after "
             "the other."
         )
+    if all(row["is_in_turn"] for row in told):
         return
-    few = (
-        f"; for fewer than {FEWEST} processes (--repeats) one of {SCATTER} between them, the "
-        f"largest in the published records, and of {compare.STEP_FACTOR:g} times that of their "
-        "steps"
-    )
+    few = ""
+    if any(row["is_assumed"] for row in told):
+        few = (
+            f"; for fewer than {FEWEST} processes (--repeats), or equal ones, one of {SCATTER} "
+            "between them, the largest in the published records, and of "
+            f"{compare.STEP_FACTOR:g} times that of their steps"
+        )
     yield (
         f"{interval}: Welch's, over the means of processes. Assumed is a standard deviation of "
         f"{100 * compare.SESSION_DEVIATION:g} % between the times of A and B (published sweeps "
-        f"differ by up to 1.6 %){few if fewest < FEWEST else ''}."
+        f"differ by up to 1.6 %){few}."
     )

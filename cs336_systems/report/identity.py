@@ -367,6 +367,7 @@ def _word(name: str, value: object) -> str:
 def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection[str] = ()) -> str:
     """The settings that all runs share, in words; each run is given with the name of its device.
 
+    What was not seen of a watched loop is not known to be shared.
     Settings with their default values are left out unless they are in `also`.
     """
     rows = identities(runs)
@@ -374,6 +375,8 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
     usual = [_by_columns(usual_settings(subject)) for subject, _ in runs]
     phrased = [name for name, setting in SETTINGS.items() if setting.note]
     is_trained = any(subject.mode is Mode.TRAIN for subject, _ in runs)
+    has_loop = any(isinstance(subject, WatchedLoop) for subject, _ in runs)
+    unknown = set() if has_loop else {None}
     texts = []
     for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *of_first)):
         setting = _setting(name)
@@ -382,8 +385,8 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
         )
         if setting.noted == "never" or (name == "optimizer" and not is_trained):
             is_noted = False
-        values = {row[name] for row in rows} - {None}
-        if len(values) == 1 and (is_noted or name in also):
+        values = {row[name] for row in rows} - unknown
+        if len(values) == 1 and None not in values and (is_noted or name in also):
             texts.append(in_note(name, setting, *values))
     return ", ".join(texts)
 

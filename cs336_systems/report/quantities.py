@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from ..analysis.compare import Verdict, compare_apart, measured_steps
 from ..analysis.loop_times import LoopTimes
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
@@ -23,7 +24,7 @@ from ..costs.hardware import DeviceSpec, find_device
 from ..costs.memory import predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
-from ..record import Activity, Measurement, Memory, RunRecord, Status
+from ..record import Activity, Environment, Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
 from ..subject import Subject
 from .column import Quantity, Written, quantity, signed, three_digits, two_digits
@@ -264,6 +265,11 @@ class StepResult(Mapping[str, Any]):
         """Whether ranks share each step; of a watched loop that is not known."""
         return self.config is not None and self.config.is_shared
 
+    @property
+    def environments(self) -> list[Environment | None]:
+        """Where each of the runs was measured."""
+        return [record.environment for record in self.records]
+
     def measured(self, phase: Phase) -> list[Measurement]:
         """The times of the phase in each process that has any."""
         measurements = (record.measurement(phase) for record in self.done)
@@ -285,6 +291,15 @@ class StepResult(Mapping[str, Any]):
         squares_s2 = sum(degrees * stdev_s**2 for degrees, stdev_s in spreads)
         return Pooled(mean_s, math.sqrt(squares_s2 / freedom))
 
+    def part_ms(self, phase: Phase) -> Value:
+        """The mean time of the phase in a step, over all steps, those without the phase too."""
+        means_s = []
+        for record in self.done:
+            part, step = record.measurement(phase), record.measurement(Phase.STEP)
+            if part is not None and step is not None:
+                means_s.append(part.mean_s * (len(part.times_s) / len(step.times_s)))
+        return scaled(_mean(means_s), MS)
+
     @cached_property
     def step(self) -> Pooled:
         """The times of the whole step."""
@@ -299,7 +314,8 @@ class StepResult(Mapping[str, Any]):
     def interval_s(self) -> tuple[float, float] | tuple[None, None]:
         """95 % interval of the mean step over the processes' means.
 
-        It is unknown below three processes: the steps of one process are not independent.
+        It is unknown below three processes, as the steps of one process are not independent, and
+        of equal means.
         """
         means_s = [measurement.mean_s for measurement in self.measured(Phase.STEP)]
         return mean_interval(means_s) or (None, None)
@@ -355,6 +371,12 @@ class StepResult(Mapping[str, Any]):
         if baseline is None or not baseline.step_mean_ms or not self.step_mean_ms:
             return Gain()
         return Gain.over(baseline, self, baseline.step_mean_ms / self.step_mean_ms)
+
+    def may_be_chance(self, settings: tuple[str, ...]) -> bool:
+        """Whether processes that show their scatter cannot tell this step from the baseline's."""
+        sides = [measured_steps(result.records) for result in (self.baselines[settings], self)]
+        compared = compare_apart(*sides)
+        return not compared.is_assumed and compared.verdict is Verdict.CANNOT_TELL
 
     # the columns of results.csv, in order
 
@@ -536,7 +558,8 @@ class StepResult(Mapping[str, Any]):
             return None
         sent_bytes = []
         for record in self.done:
-            sent_bytes.append(sum(traffic.sent_bytes for traffic in record.traffic or ()))
+            if record.traffic is not None:
+                sent_bytes.append(sum(traffic.sent_bytes for traffic in record.traffic))
         return scaled(max(sent_bytes, default=None), 1 / MIB)
 
     @quantity(
@@ -604,14 +627,19 @@ class StepResult(Mapping[str, Any]):
         for record in self.done:
             of_gpus = [rank.telemetry for rank in record.ranks] or [record.telemetry]
             known_j = [gpu.energy_per_step_j for gpu in of_gpus if gpu is not None]
-            if len(known_j) == len(of_gpus) and None not in known_j:
+            if len(known_j) == (self.world_size or 1) and None not in known_j:
                 energies_j.append(sum(filter(None, known_j)))
         return statistics.fmean(energies_j) if energies_j else None
 
-    @quantity(numeric=False, in_csv="never")
+    @quantity(numeric=False, in_csv="never", write=str)
     def ended(self) -> str:
         """How the runs ended, in words."""
-        return ended(self.status)
+        return ended(*self.statuses)
+
+    @quantity(in_csv="never")
+    def statuses(self) -> list[Status]:
+        """How each of the runs ended."""
+        return [record.status for record in self.records]
 
     @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:

@@ -18,7 +18,7 @@ from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
 from .quantities import StepResult
 from .section import Section, Table, all_tables, findings_section, findings_table
-from .sections.ceilings import ceilings_sections
+from .sections.ceilings import caveats_of_ceilings, ceilings_sections
 from .sections.kernels.communication import by_configuration
 from .sections.kernels.entry import Explained, load_profiled
 from .sections.kernels.files import TOP_ON_A_PAGE, write_kernels
@@ -29,7 +29,7 @@ from .sections.memory.entry import MemoryEntry, load_memory
 from .sections.memory.findings import findings as memory_findings
 from .sections.memory.tables import memory_tables, write_memory
 from .sections.memory.tables import sections_of as memory_sections
-from .sections.operators import attention_section, fusion_section
+from .sections.operators import attention_section, caveats_of_operators, fusion_section
 from .sections.plugged import added_findings, added_sections
 from .sections.steps import results_section
 from .sections.study import precision_sections
@@ -196,6 +196,15 @@ class StudyResults:
     def sections(self) -> Sequence[Section]:
         """Its tables."""
         return _SECTIONS[self.subject](self.study)
+
+    @property
+    def caveats(self) -> list[str]:
+        """Notes on what of its grid was not measured, and on unlike conditions."""
+        if isinstance(self.study, CeilingsStudy):
+            return caveats_of_ceilings(self.study)
+        if isinstance(self.study, PrecisionStudy):
+            return []
+        return caveats_of_operators(self.study)
 
     def write(self, directory: Path, formats: Collection[str] = ()) -> None:
         """Write the tables into the directory, also in `formats`. The record stays as it is: a

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
-from ..record import Failure, RunRecord, Status
+from ..record import Environment, Failure, RunRecord, Status
 from ..text import counted
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
@@ -63,9 +63,16 @@ def status_text(status: str) -> str:
     return STATUS_WORDS[Status(status)]
 
 
-def ended(status: Status | None) -> str:
-    """How a run ended, in words; None if it was not run."""
-    return "not run" if status is None else STATUS_WORDS[status]
+def ended(*statuses: Status) -> str:
+    """How the runs ended, in words: `crashed` if each did, `of 3 processes 1 crashed` if they ended
+    unlike each other; without any, that they were not run.
+    """
+    counts = Counter(statuses)
+    if len(counts) <= 1:
+        return STATUS_WORDS[statuses[0]] if statuses else "not run"
+    del counts[Status.OK]
+    parts = [f"{number} {STATUS_WORDS[status]}" for status, number in counts.items()]
+    return f"of {len(statuses)} processes {', '.join(parts)}"
 
 
 def warning_counts(codes: Sequence[str | None], rows: str) -> str:
@@ -80,6 +87,12 @@ def warning_counts(codes: Sequence[str | None], rows: str) -> str:
     return ", ".join(
         f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common()
     )
+
+
+def mixed_notes(environments: Iterable[Environment | None]) -> list[str]:
+    """A note on the hardware and software in which these differ."""
+    apart = compare.conditions_apart(environments)
+    return [f"Differences may be due to unlike hardware or software: {apart}."] if apart else []
 
 
 def significant(value: float, digits: int = 4) -> str:
@@ -264,14 +277,19 @@ class NamedRows:
         """In words, how many rows ended in each kind of failure, to be put at the end of a sentence
         after a semicolon.
         """
-        ends = ["" if row["status"] is Status.OK else ended(row["status"]) for row in self.rows]
-        return "".join(f"; {told}" for told in self.counts(ends))
+        return "".join(f"; {told}" for told in self.counts(map(_failure, self.rows)))
 
     def part(self, key: str) -> str:
         """In words, how many of the rows have a value under the key: `in 2 of 3 configurations`."""
         whole = counted(len(self.rows), "configuration")
         number = sum(row[key] is not None for row in self.rows)
         return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
+
+
+def _failure(row: Mapping[str, Any]) -> str:
+    """How the runs of the row failed, in words; empty if none did."""
+    status = row["status"]
+    return "" if status is Status.OK else ended(*row.get("statuses", (status,)))
 
 
 def own_traceback(record: RunRecord) -> str:

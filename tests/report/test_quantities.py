@@ -22,7 +22,7 @@ from cs336.config import (
 from cs336.costs.accounting import mfu, step_flops
 from cs336.costs.memory import predict_memory
 from cs336.costs.time import step_time
-from cs336.record import Measurement, Phase, Status, WarningCode
+from cs336.record import Measurement, Phase, Status, Traffic, WarningCode
 from cs336.report import configurations
 from cs336.report.configurations import over_warmup, step_results
 from cs336.report.identity import names_of
@@ -409,11 +409,28 @@ Counter = namedtuple("Counter", "energy_per_step_j")
 Rank = namedtuple("Rank", "telemetry")
 
 
-def with_energy(repeat, *energies_j):
-    """A run with the counters of these GPUs, one for each rank."""
+def with_energy(repeat, *energies_j, missing=0):
+    """A run with the counters of these GPUs, one for each rank; of `missing` ranks nothing is
+    kept.
+    """
     ranks = tuple(Rank(Counter(energy_j)) for energy_j in energies_j)
-    record = make_record(make_config(repeat=repeat), (0.1,))
-    return replace(record, telemetry=ranks[0].telemetry, ranks=ranks if len(ranks) > 1 else ())
+    number = len(ranks) + missing
+    parallel = Parallel.DDP if number > 1 else Parallel.NONE
+    record = make_record(make_config(repeat=repeat, ranks=number, parallel=parallel), (0.1,))
+    return replace(record, telemetry=ranks[0].telemetry, ranks=ranks if number > 1 else ())
+
+
+def test_the_energy_of_a_step_is_not_known_while_a_rank_is_missing():
+    assert only_row(with_energy(0, 10.0, 11.0)).energy_per_step_j == 21
+    assert only_row(with_energy(0, 10.0, 11.0, missing=1)).energy_per_step_j is None
+
+
+def test_what_ranks_send_is_not_0_where_it_was_not_counted():
+    record = make_record(make_config(ranks=2, parallel=Parallel.DDP), (0.1,))
+    assert only_row(record).sent_mib is None
+    sent = Traffic(collective="allreduce", count=1, payload_bytes=2**21, sent_bytes=2**20)
+    assert only_row(replace(record, traffic=())).sent_mib == 0
+    assert only_row(replace(record, traffic=(sent, sent))).sent_mib == 2
 
 
 @pytest.mark.parametrize(

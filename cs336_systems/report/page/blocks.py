@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ..charts import Bar, Chart, Style, visible
 from ..columns import Column
 from ..section import Table
-from ..words import in_percent, significant
+from ..words import percent, significant
 
 MOST_COLUMNS, LEAST_WORTH = 8, 5
 """A table with more columns than that is shown without those whose `drop_order` is higher, until
@@ -125,7 +125,7 @@ class Bars:
 
     def words(self, bar: Bar, name: str) -> str:
         """How large the part is, and which share of the bar."""
-        share = f"{in_percent(bar.parts[name] / bar.length)} %"
+        share = f"{percent(bar.parts[name], bar.length) or 0} %"
         if self.unit == "%":
             return share
         return f"{significant(bar.parts[name], 3)} {self.unit}, {share}"
@@ -135,7 +135,7 @@ class Bars:
         """Whether the bars are drawn as shares of themselves."""
         lengths = [bar.length for bar in self.bars if bar.length]
         has_parts = any(len(bar.parts) > 1 for bar in self.bars)
-        return has_parts and min(lengths) < LEAST_LENGTH * max(lengths)
+        return has_parts and bool(lengths) and min(lengths) < LEAST_LENGTH * max(lengths)
 
     @property
     def num_figures(self) -> int:

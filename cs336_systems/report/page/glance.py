@@ -18,7 +18,7 @@ from ...record import WarningCode
 from ...studies.operators import Version
 from ...text import counted
 from ..charts import Bar
-from ..columns import column, three_digits
+from ..columns import three_digits
 from ..compared import Compared
 from ..configurations import step_results
 from ..quantities import StepResult
@@ -56,7 +56,8 @@ LIMITED = f"Limited by {Limit.LAUNCHES}"
 def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
     """The headline of the directory's page; the rows are those of its runs."""
     if directory.study is not None:
-        return OF_STUDIES[directory.study.subject](directory.study.sections)
+        answer, more = OF_STUDIES[directory.study.subject](directory.study.sections)
+        return answer, " ".join(filter(None, [*directory.study.caveats, more]))
     if directory.rungs:
         return of_ladder(directory.rungs)
     if directory.compared is not None:
@@ -178,8 +179,10 @@ def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
         text = NamedRows(rows).range(entry.key, entry.written)
         if len(rows) == 1:
             text = entry.cell(rows[0])
+        number = sum(row[entry.key] is not None for row in rows)
+        part = "" if number == len(_timed(rows)) else f", of {number} of {len(rows)}"
         if text:
-            yield Tile(name, f"{text} {entry.unit}".strip(), about)
+            yield Tile(name, f"{text} {entry.unit}".strip(), f"{about}{part}")
 
 
 def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
@@ -225,12 +228,11 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
     text = "No step has a time"
     if times and len(results) == 1:
         (result,) = results
-        parts = [
-            f"{column(key).name} {percent_of(result[key], result['step_mean_ms'])}"
-            for key in PHASES
-            if result[key]
-        ]
-        text = f"A step takes {times}: {', '.join(parts)}"
+        parts = []
+        for phase in PHASES:
+            if part_ms := result.part_ms(phase):
+                parts.append(f"{phase} {percent_of(part_ms, result['step_mean_ms'])}")
+        text = ": ".join(filter(None, [f"A step takes {times}", ", ".join(parts)]))
     elif times:
         text = f"A step takes {times} {told.part('step_mean_ms')}"
     late = []
@@ -336,6 +338,8 @@ def of_ladder(rungs: Sequence[RungResult]) -> Headline:
     """
     ends = NamedRows(rungs, [rung.rung for rung in rungs]).failures()
     text = "No rung passed the gate"
+    if all(rung.verdict.passed is None for rung in rungs):
+        text = f"The gate judged no rung: {rungs[0].verdict.missing}"
     if any(rung.is_credited for rung in rungs):
         text = next(ladder_findings(rungs)).rstrip(".")
     return _with_doubt(f"{text}{ends}.")

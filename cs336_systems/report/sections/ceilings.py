@@ -20,8 +20,16 @@ from ...studies.ceilings_rows import (
 )
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, known, make_table
-from ..words import GIGA, MIB, TERA, ratio, significant
-from .study import derived, doubt_notes, doubts_of, end_of, has_failed, promised_bandwidth
+from ..words import GIGA, MIB, TERA, mixed_notes, ratio, significant
+from .study import (
+    derived,
+    doubt_notes,
+    doubts_of,
+    end_of,
+    has_failed,
+    missing_notes,
+    promised_bandwidth,
+)
 
 SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 _ENDS = ("device_name", "status", "error", "median_ms", "loop_spread")
@@ -102,6 +110,16 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
         _section("launches", launches, _table(study, "Launches", LAUNCHES, launches, CLOCK)),
         _section("collectives", collectives, *_collective_tables(study, collectives)),
     ]
+
+
+def caveats_of_ceilings(study: CeilingsStudy) -> list[str]:
+    """Notes on products and streams of the grid that were not measured, and on unlike conditions.
+    Other cells are not counted: later versions measure more of them.
+    """
+    wanted = sum(isinstance(cell.rows[0], ProductCell | StreamCell) for cell in study.grid.cells())
+    environments = [study.environment, *study.other_environments]
+    missing = missing_notes(len(study.products) + len(study.streams), wanted)
+    return [*missing, *mixed_notes(environments)]
 
 
 def _section(name: str, rows: Sequence[Row], *tables: Table) -> Section:
@@ -300,7 +318,7 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
         "are the same each time, so that small ones stay in caches."
     )
     tables = []
-    for name in study.grid.precisions:
+    for name in dict.fromkeys(row["precision"] for row in rows):
         products = [row for row in rows if row["precision"] is name]
         tables.append(_table(study, f"Matrix multiplications, {name}", columns, products, note))
     return tables
@@ -342,7 +360,11 @@ def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
     findings = list(_findings(study, {row["ceiling"]: row for row in ceilings}))
     columns = known(columns_of(*SUMMARY), ceilings)
-    notes = [*findings, *doubt_notes([row["warnings"] for row in ceilings], "ceilings", LOOPS)]
+    notes = [
+        *findings,
+        *caveats_of_ceilings(study),
+        *doubt_notes([row["warnings"] for row in ceilings], "ceilings", LOOPS),
+    ]
     return make_table(
         f"Ceilings of {study.device_name}", columns, ceilings, notes, findings=findings
     )

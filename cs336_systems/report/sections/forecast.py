@@ -167,7 +167,7 @@ def _alike(results: Iterable[StepResult]) -> Alike:
     """The configurations with each value of the settings of LEFT_OUT."""
     alike: defaultdict[tuple[str, object], dict[RunConfig, None]] = defaultdict(dict)
     for result in results:
-        if result.config is not None and result.done and result.forecast is not None:
+        if result.config is not None and result.step_mean_ms and result.forecast is not None:
             settings = settings_of(result.config)
             for name in LEFT_OUT.values():
                 alike[name, settings[name]][result.config] = None

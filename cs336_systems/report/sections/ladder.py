@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
-from ..words import CHANCE, DOUBT, ratio, rounded, significant
+from ..words import CHANCE, DOUBT, mixed_notes, ratio, rounded, significant
 from .kernels.entry import Explained
 from .steps import warning_notes
 
@@ -278,16 +279,17 @@ class RungResult(StepResult):
 
 def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
     """The gain over another rung, compared as `cs336 compare` does; all unknown without times of
-    both.
+    both on one device.
 
-    There is no interval without FEWEST processes, which show the scatter.
+    There is no interval unless processes in turn show the scatter.
     """
     if slower is None or not slower.blocks or not faster.blocks:
         return Gain()
+    if slower.device_name != faster.device_name:
+        return Gain()
     compared = compare_in_turn(slower.blocks, faster.blocks)
     gain = Gain.over(slower, faster, 1 / compared.ratio)
-    in_turn = slower.blocks.keys() & faster.blocks.keys()
-    if len(in_turn) < FEWEST or compared.low is None or compared.high is None:
+    if not compared.is_in_turn or compared.low is None or compared.high is None:
         return gain
     return gain._replace(low=1 / compared.high, high=1 / compared.low)
 
@@ -418,6 +420,7 @@ def _speed_notes(rungs: Rungs) -> Iterator[str]:
     counts = [rung.processes for rung in rungs if rung.processes]
     if counts and min(counts) < FEWEST:
         yield CHANCE
+    yield from mixed_notes(chain.from_iterable(rung.environments for rung in rungs))
     yield from findings(rungs)
     yield from warning_notes([rung.warnings for rung in rungs], "rungs")
     if any(rung.over_first.is_doubted for rung in rungs):
@@ -435,10 +438,12 @@ def findings(rungs: Rungs) -> Iterator[str]:
     best = fastest_rung(rungs)
     if best is not None and best.step_mean_ms is not None:
         first = best.first
-        gain = f", {best.over_first.text()} times as fast as {first.rung}" if first else ""
+        gain = ""
+        if first is not None and (times := best.over_first.text()):
+            gain = f", {times} times as fast as {first.rung}"
         alike = []
         for rung in rungs:
-            if rung is best or not rung.is_credited:
+            if rung is best or not rung.is_credited or not rung.blocks:
                 continue
             if compare_in_turn(rung.blocks, best.blocks).verdict is Verdict.CANNOT_TELL:
                 alike.append(rung.rung)
@@ -479,8 +484,8 @@ def settings(rungs: Rungs) -> str:
         f"learning rate {config.learning_rate:g}",
         f"tokens {config.tokens or 'random'}",
     ]
-    devices = [rung.device_name for rung in rungs if rung.device_name]
-    return ", ".join([*words, *devices[:1]])
+    devices = dict.fromkeys(rung.device_name for rung in rungs if rung.device_name)
+    return ", ".join([*words, *devices])
 
 
 def ladder_chart(rungs: Rungs) -> Chart:

@@ -24,13 +24,14 @@ from ...studies.operators import (
 )
 from ..columns import Column, Row, column, columns_of, three_digits
 from ..section import Section, Table, known, make_table
-from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, significant
+from ..words import CHANCE, GIB, GIGA, MIB, TERA, mixed_notes, place_in, ratio, significant
 from .study import (
     across,
     derived,
     doubt_notes,
     end_of,
     has_failed,
+    missing_notes,
     pivoted,
     promised_bandwidth,
     times_ms,
@@ -162,9 +163,15 @@ def _memory_mib(result: CellResult) -> Row:
     return row
 
 
-def _device_name(study: AttentionStudy) -> str | None:
-    """Name of the device that the study was measured on; None if the study does not record it."""
-    return None if study.environment is None else study.environment.identity.device_name
+def _device_name(study: AttentionStudy | FusionStudy) -> str | None:
+    """Name of the device that the study was measured on; None if the study does not record it, or
+    names several.
+    """
+    names = set()
+    for environment in (study.environment, *study.other_environments):
+        if environment is not None:
+            names.add(environment.identity.device_name)
+    return names.pop() if len(names) == 1 else None
 
 
 def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
@@ -278,12 +285,14 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
             continue
         for row in cells_of(rows, name, "error")[:1]:
             yield f"No {name} in {row['precision']}: {row['error']}"
-    wanted = sum(map(len, grid.groups()))
-    if len(study.results) < wanted:
-        yield (
-            f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study "
-            "was interrupted."
-        )
+    yield from caveats_of_operators(study)
+
+
+def caveats_of_operators(study: AttentionStudy | FusionStudy) -> list[str]:
+    """Notes on cells that were not measured, and on unlike conditions of the others."""
+    wanted = sum(len(cell.rows) for group in study.grid.groups() for cell in group)
+    environments = [study.environment, *study.other_environments]
+    return [*missing_notes(len(study.rows), wanted), *mixed_notes(environments)]
 
 
 def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
@@ -389,9 +398,10 @@ def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
     grid = study.grid
     title = (
         f"Fusion op by op, {which}, batch {grid.batch_size}, context {grid.context_length}, width "
-        f"{grid.width}, attention {grid.num_heads} heads of {grid.d_head}, "
-        f"{study.environment.identity.device_name}"
+        f"{grid.width}, attention {grid.num_heads} heads of {grid.d_head}"
     )
+    if device_name := _device_name(study):
+        title += f", {device_name}"
     failures = [
         f"{row['op']} {row['version']}: {row['error']}" for row in rows if row["error"] is not None
     ]
@@ -401,7 +411,7 @@ def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
 
 def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
     """The values of one version and direction; None for what is not known."""
-    device_name = study.environment.identity.device_name
+    device_name = _device_name(study)
     rate = ratio(row.must_move_bytes, row.measurement.median_s if row.measurement else None)
     times, eager_times = times_ms(row.measurement), times_ms(eager.measurement)
     pair = () if row is eager else (eager_times, times)
@@ -418,7 +428,7 @@ def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
         "moved_mib": ratio(row.moved_bytes, MIB),
         **times,
         **derived("gb_per_s", ratio(rate, GIGA), times),
-        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name)), times),
+        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name or "")), times),
         **derived("speed_up", ratio(eager_times["median_ms"], times["median_ms"]), *pair),
         "tflops_per_s": ratio(row.matmul_flops / GIGA or None, times["median_ms"]),
         "max_error": row.max_error,
@@ -437,4 +447,5 @@ def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
     yield from doubt_notes(codes, "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
+    yield from caveats_of_operators(study)
     yield CHANCE

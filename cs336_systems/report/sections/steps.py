@@ -3,8 +3,9 @@ pictures.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...analysis.statistics import FEWEST
 from ...analysis.warnings import DOUBTFUL, in_doubt
 from ...config import UNSIZED, Phase, Precision, Profiler
 from ...costs.time import uncounted_flops
-from ...record import RunRecord, WarningCode
+from ...record import Measurement, RunRecord, WarningCode
 from ...subject import Subject
 from ...text import counted, text_of
 from ..charts import PHASE_STYLES, REST_COLOUR, Bar, Chart, Panel, Style
@@ -28,6 +29,7 @@ from ..words import (
     DOUBTED_FORECAST,
     SHIPPED,
     NamedRows,
+    mixed_notes,
     percent_of,
     significant,
     warning_counts,
@@ -35,8 +37,8 @@ from ..words import (
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
-PHASES = [f"{phase}_mean_ms" for phase in Phase if phase is not Phase.STEP]
-"""Columns of the phases, in the order of a step."""
+PHASES = [phase for phase in Phase if phase is not Phase.STEP]
+"""The phases in the order of a step."""
 OFFERED = (
     "Offered: what the factory of a model of one's own was given to choose from; the model's "
     "shape is not known."
@@ -57,13 +59,14 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
         significant(1e3 * time_s)
         for time_s in (measured.min_s, measured.median_s, max(measured.times_s))
     )
-    phases = [f"{column(key).name} {column(key).cell(result)}" for key in PHASES if result[key]]
+    phases = []
+    for phase in PHASES:
+        if result[key := f"{phase}_mean_ms"]:
+            phases.append(f"{phase} {column(key).cell(result)}")
     speed = []
     for entry in (StepResult.tokens_per_s, StepResult.mfu, StepResult.peak_allocated_gib):
         if text := entry.cell(result):
             speed.append(f"{entry.label} {text}")
-    codes = [warning.code for warning in record.warnings]
-    doubts = ", ".join(code for code in codes if code in DOUBTFUL)
     under = "" if record.subject.profiler is Profiler.NONE else " with the profiler running"
     step = StepResult.step_mean_ms.cell(result)
     steps = counted(len(measured.times_s), "step")
@@ -72,8 +75,18 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     return [
         f"A step takes {step} ms{under}{parts}.",
         f"{spread}; {', '.join(speed)}." if speed else f"{spread}.",
-        f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
+        _doubts(record, measured),
     ]
+
+
+def _doubts(record: RunRecord, measured: Measurement) -> str:
+    """Which warnings put the times of the run in doubt, or that none does."""
+    codes = [warning.code for warning in record.warnings]
+    if doubts := ", ".join(code for code in codes if code in DOUBTFUL):
+        return f"The times are in doubt: {doubts}."
+    if len(measured.times_s) == 1:
+        return "A single step does not show how the times scatter."
+    return "No warning puts the times in doubt."
 
 
 def activity_sentences(result: StepResult) -> list[str]:
@@ -125,6 +138,7 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
     if any(config.model_factory and config.size != UNSIZED for config in configs):
         yield OFFERED
     yield "Times are mean ± standard deviation over the measured steps of a process."
+    yield from mixed_notes(chain.from_iterable(result.environments for result in results))
     yield from too_few_note(result.processes for result in results)
     gains, of_few = [], []
     for entry in StepResult.speed_ups():
@@ -167,7 +181,7 @@ def _table(
     step, *others = columns
     shown = [*identity_columns(results, ALWAYS), step, *known(others, results)]
     if any(result.failed for result in results):
-        shown.append(StepResult.status)
+        shown.append(replace(StepResult.ended, name="status"))
     shared = settings(results)
     told = [f"{shared}."] if shared else []
     return make_table(
@@ -196,16 +210,17 @@ def step_findings(results: Sequence[StepResult]) -> list[str]:
 
 
 def _limits(results: Sequence[StepResult]) -> Iterator[str]:
-    """Findings on several configurations: which of them the host's kernel launches limit, and which
-    ended without a time.
+    """Findings on several configurations: which of them the host's kernel launches limit, and how
+    runs of them failed.
     """
     if len(results) < 2:
         return
     groups: dict[str, list[str]] = {}
     for name, result in zip(labels(results), results, strict=True):
         if result.failed:
-            groups.setdefault(result.ended.capitalize(), []).append(name)
-        elif WarningCode.LAUNCH_BOUND in result.codes:
+            ends = f"{result.ended[:1].upper()}{result.ended[1:]}"
+            groups.setdefault(ends, []).append(name)
+        if WarningCode.LAUNCH_BOUND in result.codes:
             groups.setdefault("Limited by the host's launches", []).append(name)
     for what, named in groups.items():
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
@@ -227,8 +242,10 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
         number = sum(result.gain(entry.settings).is_doubted for result in faster)
         doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
         gains = NamedRows(faster, distinct_labels(faster)).range(entry.key, three_digits)
-        work = _more_work(setting, faster)
-        yield f"{setting} {value}: a step{work} is {gains} times as fast as with {baseline}{doubt}."
+        untold = sum(result.may_be_chance(entry.settings) for result in faster)
+        chance = f"; {untold} of {len(faster)} may be chance" if untold else ""
+        of_step = f"a step{_more_work(setting, faster)} is {gains} times as fast as with {baseline}"
+        yield f"{setting} {value}: {of_step}{doubt}{chance}."
 
 
 def _more_work(setting: str, results: Sequence[StepResult]) -> str:
@@ -321,11 +338,14 @@ def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:
-    """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
-    noticeable, and step time and peak of memory as figures.
+    """The bar of one result: mean time of each phase in a step in milliseconds, the rest of the
+    step if it is noticeable, and step time and peak of memory as figures.
     """
-    parts = {phase: result[f"{phase}_mean_ms"] for phase in PHASE_STYLES}
-    parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
+    parts = {}
+    for phase in PHASE_STYLES:
+        time_ms = result.part_ms(Phase(phase))
+        if time_ms is not None:
+            parts[phase] = time_ms
     step_ms = result.step_mean_ms
     if step_ms is not None:
         rest_ms = step_ms - sum(parts.values())
@@ -337,5 +357,5 @@ def _phase_bar(name: str, result: StepResult) -> Bar:
         figures.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
     if result.peak_allocated_gib:
         figures.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
-    failure = result.ended if result.failed else ""
+    failure = result.ended if step_ms is None else ""
     return Bar(name=name, parts=parts, figures=figures, failure=failure)

@@ -84,6 +84,13 @@ def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> I
         )
 
 
+def missing_notes(number: int, wanted: int) -> list[str]:
+    """A note that counts the cells of a grid that were measured, unless all were."""
+    if number >= wanted:
+        return []
+    return [f"Only {number} of the grid's {wanted} cells were measured: the study was interrupted."]
+
+
 def promised_bandwidth(device_name: str) -> float | None:
     """Bandwidth of the device's memory in bytes per second by its data sheet; None for an
     unknown device.
