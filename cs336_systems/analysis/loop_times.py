@@ -92,7 +92,8 @@ class LoopTimes:
 
 def loop_sentences(record: RunRecord) -> list[str]:
     """Why memory did not suffice, why steps of a watched loop were slow, what differs between its
-    steps, what lies between them, whether data limits it, and what its model computes in a step.
+    steps, what lies between them, whether data limits it, what its model computes in a step, and of
+    which rank all this is.
     """
     seen = record.seen or LoopRecord()
     shortage = seen.out_of_memory
@@ -103,6 +104,7 @@ def loop_sentences(record: RunRecord) -> list[str]:
         *_token_sentences(seen),
         *_between_sentences(record),
         *_flops_sentences(seen),
+        *_rank_sentences(seen),
     ]
 
 
@@ -144,6 +146,13 @@ def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
         if count := seen.flops.modules_with_hooks:
             again += f", without what forward hooks of {counted(count, 'module')} compute"
         yield f"model: {_in_flop(seen.flops.per_step)} a step{again}"
+
+
+def _rank_sentences(seen: LoopRecord) -> Iterator[str]:
+    """Of which of several ranks the numbers are."""
+    if seen.rank is not None:
+        which = f"rank {seen.rank.rank} of {seen.rank.world_size}"
+        yield f"{which}: times, tokens and FLOPs are those of this rank alone"
 
 
 def _in_flop(flops: float) -> str:

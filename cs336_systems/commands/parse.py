@@ -66,6 +66,8 @@ REWORDED = {
     r"invalid choice (.*?) for argument '(.*?)'\. Expected one of \((.*?)\)\.": (
         r"\2 must be one of \3, got \1"
     ),
+    # a third side of compare
+    r"Unrecognized options:  (-.*)": r"flags of a step stand in the quotes of A and of B, got \1",
     r"Unrecognized options: (-.*)": r"there is no flag \1",
     r"Unrecognized options: (.*)": r"one argument too many: \1",
 }

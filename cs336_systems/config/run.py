@@ -9,7 +9,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from ..choices import Attention, Mode, Phase
+from ..choices import Attention, Mode, Parallel, Phase
 from ..rules import is_unicode
 from ..settings import Rule, Setting, check, declared, in_words, make_choices, non_defaults
 from ..shapes import SIZES, ModelConfig
@@ -234,6 +234,13 @@ class RunConfig(RankSettings):
         return self.with_defaults(*OF_SEVERAL_RANKS)
 
     @property
+    def has_own_parts(self) -> bool:
+        """Whether the optimizer, or the way to share the step, is the user's, which nobody can
+        foretell.
+        """
+        return self.parallel is Parallel.OWN or self.own_optimizer is not None
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases that this run times, in order, without the whole step."""
         phases: tuple[Phase, ...] = {
@@ -284,7 +291,7 @@ class RunConfig(RankSettings):
                     usual = getattr(preset, size.name, size.default)
                     add_words(size.name, of_model, getattr(self.model, size.name), usual)
         words.sort(key=itemgetter(0))
-        return " ".join(word for _, word in words)
+        return " ".join(word for _, word in words if word)
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(

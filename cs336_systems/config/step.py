@@ -311,7 +311,8 @@ class StepSettings:
                     subject="--nsys",
                 ),
                 needs(
-                    "--device cuda, as it records PyTorch's CUDA allocator",
+                    "--device cuda, as it records PyTorch's CUDA allocator (cs336 account "
+                    "--details foretells it)",
                     lambda run: run.profiler is not Profiler.MEMORY or run.device is Device.CUDA,
                     "--device {config.device}",
                     subject="--memory",

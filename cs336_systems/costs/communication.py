@@ -107,11 +107,13 @@ NOTHING: tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]] = (), ()
 def calls(config: RunConfig) -> Counter[CollectiveCall] | None:
     """The collectives of a step in the steady state, with the number of each.
 
-    None for a run in one process, a user's own model or way, models of more than MAX_LAYERS, steps
-    that cannot be traced, and ranks that exchange copies of weights (`cast_once`).
+    None for a run in one process, a user's own model, way or optimizer, models of more than
+    MAX_LAYERS, steps that cannot be traced, and ranks that exchange copies of weights
+    (`cast_once`).
     """
     is_known = config.parallel in EXCHANGES and config.model_factory is None
-    if not is_known or config.cast_once or config.model.num_layers > MAX_LAYERS:
+    is_known = is_known and not config.has_own_parts and not config.cast_once
+    if not is_known or config.model.num_layers > MAX_LAYERS:
         return None
     if not has_tape(plain(config)):
         return None

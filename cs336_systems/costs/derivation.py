@@ -17,7 +17,9 @@ feed-forward network gathers its input and scatters its result, e B D (N - 1) / 
 attention: N < 1 + P W / (e D C) of the network, with 2 e of a block.
 
 **Both.** Weights are gathered among X ranks, 1 / Y of them, and activations among Y ranks, of B / X
-tokens: X and Y have the limits from above, one by one, and N = X Y.
+tokens. Where each has links of its own, X and Y have the limits from above, one by one. On the same
+links their times add up: (X - 1) / x + (Y - 1) / y < 1, if 1 + x and 1 + y are these limits; N =
+X Y is largest where X / x = Y / y, unless that leaves one of them below 1.
 """
 
 from collections.abc import Iterator
@@ -197,9 +199,29 @@ def limits(part: Part, sizes: Sizes) -> Iterator[tuple[Scheme, str, str, float]]
     whole = 2 * sizes.B * ratio / sizes.g
     yield Scheme.DATA, WHOLE_RING, "N (N - 1) < 4 B W / (g C)", 0.5 + (0.25 + whole) ** 0.5
     yield Scheme.SHARDED, "all-gather", "1 + 2 B W / (e C)", 1 + sizes.B * ratio / sizes.e
-    feed_of = part.elements / (2 * part.pairs * sizes.D)
-    tensor = 1 + feed_of * ratio / sizes.e
-    expression = "1 + P W / (e D C)" if part.pairs == 1 else f"1 + P W / ({part.pairs} e D C)"
-    yield Scheme.TENSOR, "activations", expression, tensor
-    both = (1 + sizes.B * ratio / sizes.e) * tensor
-    yield Scheme.BOTH, "both", f"(1 + 2 B W / (e C)) ({expression})", both
+    pairs = "" if part.pairs == 1 else f"{part.pairs} "
+    tensor = part.elements * sizes.W / (part.pairs * sizes.e * sizes.D * sizes.C)
+    expression = f"1 + P W / ({pairs}e D C)"
+    yield Scheme.TENSOR, "activations", expression, 1 + tensor
+    sharded = sizes.B * ratio / sizes.e
+    own_links = _both("each on links of its own", 1 + sharded, 1 + tensor)
+    product = f"(1 + 2 B W / (e C)) ({expression})"
+    yield Scheme.BOTH, own_links, product, (1 + sharded) * (1 + tensor)
+    ranks, tensor_ranks = _on_the_same_links(sharded, tensor)
+    same_links = _both("on the same links", ranks, tensor_ranks)
+    total = f"(X - 1) e C / (2 B W) + (Y - 1) {pairs}e D C / (P W) < 1"
+    yield Scheme.BOTH, same_links, total, ranks * tensor_ranks
+
+
+def _both(links: str, ranks: float, tensor_ranks: float) -> str:
+    """Weights and activations in words, with the sizes of their groups of ranks."""
+    return f"both, {links}: X = {ranks:.4g}, Y = {tensor_ranks:.4g}"
+
+
+def _on_the_same_links(sharded: float, tensor: float) -> tuple[float, float]:
+    """The X and Y, of at least 1, with the largest X Y for which (X - 1) / sharded + (Y - 1) /
+    tensor is at most 1.
+    """
+    ranks = sharded * (1 + 1 / sharded + 1 / tensor) / 2
+    ranks = min(max(ranks, 1.0), 1 + sharded)
+    return ranks, 1 + tensor * (1 - (ranks - 1) / sharded)

@@ -18,7 +18,7 @@ from sys import maxsize
 from typing import Any, NamedTuple
 
 from ..choices import EXCHANGES
-from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from ..config import Attention, Device, Mode, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, step_flops, updated_parameters
 from .compiled import compiled_tape, has_compiled_kernels, uncompiled
 from .curves import (
@@ -177,13 +177,13 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     None for what is not predicted: eager steps that `predict_memory` does not predict; compiled
     ones that `predict_compiled_memory` does not, or whose tapes are not at hand, as compiling takes
     half a minute, or that several ranks share, as what the wrappers of ranks make the host do
-    between compiled parts is not known; other shortcuts, except CUDA graphs alone and all of
-    `--fast` together; tokens from a file; fp16, whose gradient scaler waits for the device; the
-    math backend of PyTorch's attention; and precisions in which no matmul, or none that is large
-    enough, was measured.
+    between compiled parts is not known; a user's own optimizer, or own way to share a step; other
+    shortcuts, except CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
+    whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
+    precisions in which no matmul, or none that is large enough, was measured.
     """
     alone = config.alone
-    if not has_known_kernels(alone, curves):
+    if config.has_own_parts or not has_known_kernels(alone, curves):
         return None
     if config.is_shared and not (is_predictable(alone) or is_predictable_fast(alone)):
         return None
@@ -207,8 +207,7 @@ def steps_to_trace(config: RunConfig) -> list[RunConfig]:
     """The steps whose tapes forecasts of this configuration need: its own, and that of one rank
     alone; none where nothing is foretold.
     """
-    has_own_code = config.parallel is Parallel.OWN or config.own_optimizer is not None
-    if config.device is not Device.CUDA or has_own_code:
+    if config.device is not Device.CUDA or config.has_own_parts:
         return []
     steps = [config, config.alone] if config.is_shared else [config]
     if config.parallel in EXCHANGES:

@@ -51,9 +51,13 @@ def lacking_memory(config: RunConfig) -> str | None:
     """What a run on the CPU needs and what this machine has, in words, if that is too little;
     else None.
     """
+    return lacking_bytes(host_bytes(config, host_memory_bytes()) or 0)
+
+
+def lacking_bytes(needed: int) -> str | None:
+    """The same of so many bytes."""
     there = host_memory_bytes()
-    needed = host_bytes(config, there)
-    if needed is None or needed <= there:
+    if needed <= there:
         return None
     return (
         f"needs at least {needed / 2**30:.1f} GiB of memory, and this machine has "

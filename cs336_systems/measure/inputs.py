@@ -112,9 +112,10 @@ def check_factory(name: str, flag: str = "--model") -> None:
         return
     if file is None:
         raise ValueError(f"{flag} {name}: no module {module!r}")
-    words = set(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace")))
-    if file.suffix == ".py" and wanted not in words:
-        close = difflib.get_close_matches(wanted, words, n=1)
+    source = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix == ".py" and wanted not in re.findall(r"\w+", source):
+        defined = re.findall(r"^(?:class|(?:async )?def) (\w+)|^(\w+) *=", source, re.MULTILINE)
+        close = difflib.get_close_matches(wanted, map("".join, defined), n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{meant}")
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from .. import waits
 from ..analysis.warnings import throttled
-from ..config import Phase, RunConfig
+from ..config import Mode, Phase, RunConfig
 from ..record import (
     Durations,
     GpuState,
@@ -75,12 +75,14 @@ class Progress:
             self.warn(WarningCode.THROTTLED, slowed)
 
     def warn_of_short_warmup(self, taken: int, advice: str = "") -> None:
-        """Add a warning if a warm-up of so many steps leaves what only the first steps of training
-        do to the measured ones.
+        """Add a warning if a warm-up of so many steps leaves what only the first steps do to the
+        measured ones.
         """
         if taken < LEAST_TRAIN_WARMUP_STEPS:
             first = "the making of the optimizer's state"
-            if taken:
+            if self.subject.mode is not Mode.TRAIN:
+                first = "the first of the process, which makes libraries and memory ready"
+            elif taken:
                 first = "the first with the optimizer's state"
             self.warn(
                 WarningCode.FEW_WARMUP_STEPS,

@@ -296,7 +296,7 @@ def _run_warm_up(
             wanted += 1
     if not taken:
         _settle(progress, monitor)
-    if config.mode is Mode.TRAIN:
+    if config.mode is Mode.TRAIN or not taken:
         advice = f"; use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}"
         progress.warn_of_short_warmup(taken, advice)
 

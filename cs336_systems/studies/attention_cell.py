@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Device, Phase
 from ..measure.clock import EventClock, HostClock
+from ..measure.environment import lacking_bytes
 from ..measure.failure import classify, describe
 from ..measure.precision import apply_math_mode
 from ..model.transformer import naive_attention
@@ -33,6 +34,7 @@ from .operators import (
     ExactError,
     Implementation,
     Quantity,
+    weights_bytes,
     wrong_quantities,
 )
 from .passes import Inputs, OpFunction, Passes, compiled, distance, full_attention, make_inputs
@@ -41,6 +43,7 @@ BLOCK_BYTES = 2**27
 """Most bytes of the scores of one block of queries in float64; a few tensors of this size exist
 at the same time.
 """
+_WITH_SCORES = (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
 _BACKENDS = {
     Implementation.FLASH: SDPBackend.FLASH_ATTENTION,
     Implementation.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
@@ -94,6 +97,9 @@ def measure_cell(
 
     `attention` replaces the function that the cell names.
     """
+    if lacking := _lacking_memory(grid, cell):
+        needed = Failure(message=lacking, where=cell.label)
+        return CellResult(cell=cell, status=Status.OOM, failure=needed)
     apply_math_mode(cell.precision)
     inputs = _inputs_of(grid, cell)
     passes = Passes(attention or make_attention(grid, cell), inputs)
@@ -125,6 +131,17 @@ def measure_cell(
         memory=_memory(passes) if grid.device is Device.CUDA else None,
     )
     return _compared(grid, result, passes) if grid.own else result
+
+
+def _lacking_memory(grid: AttentionGrid, cell: AttentionCell) -> str | None:
+    """What attention with all its scores needs on the CPU and what this machine has, in words, if
+    that is too little; else None. In backward the weights and their gradient exist at once.
+
+    The system would give the memory, and end some process once it is used.
+    """
+    if grid.device is Device.CUDA or cell.implementation not in _WITH_SCORES:
+        return None
+    return lacking_bytes(2 * weights_bytes(grid, cell))
 
 
 def _measurements(times: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:

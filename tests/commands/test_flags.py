@@ -621,6 +621,13 @@ def test_an_unknown_flag_is_named_and_not_the_file_behind_it(
     assert str(path) not in error
 
 
+def test_a_flag_of_a_step_outside_of_the_quotes_is_sent_into_them(capsys) -> None:
+    sides = ["compare", "--size tiny", "--size tiny --seed 1"]
+    assert main([*sides, "--measured-steps", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "stand in the quotes of A and of B, got --measured-steps, 3" in error
+
+
 # What cannot be meant
 
 BENCHMARK = {

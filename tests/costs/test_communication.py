@@ -209,3 +209,17 @@ def test_the_time_is_that_of_the_kernels_of_a_step(
 )
 def test_what_is_not_known_has_no_calls(config) -> None:
     assert calls(config) is None
+
+
+def test_nothing_is_said_of_an_own_optimizer_that_cannot_be_made_without_ranks(capsys) -> None:
+    """It is not even tried: what such an optimizer sends is not known."""
+    sharded = RunConfig(
+        size="tiny",
+        model=SIZES["tiny"],
+        parallel=Parallel.DDP_OVERLAP,
+        ranks=2,
+        optimizer=OptimizerKind.OWN,
+        own_optimizer="nowhere:Sharded",
+    )
+    assert calls(sharded) is None
+    assert capsys.readouterr().err == ""

@@ -25,6 +25,7 @@ from cs336.config import (
     Mode,
     ModelConfig,
     OptimizerKind,
+    Parallel,
     Phase,
     Precision,
     RunConfig,
@@ -374,6 +375,8 @@ def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
         {"compile": CompileMode.DEFAULT},
         {"model": replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)},
         {"model_factory": "own:model"},
+        {"optimizer": OptimizerKind.OWN, "own_optimizer": "own:AdamW"},
+        {"parallel": Parallel.OWN, "own_ddp": "own:DDP", "ranks": 2},
         {**FAST, "update_in_backward": True},
     ],
 )

@@ -161,6 +161,15 @@ def test_a_factory_is_refused_if_its_name_is_nowhere_in_the_source(here: Path) -
     assert set(sys.modules) == before
 
 
+def test_the_name_that_is_proposed_is_one_that_the_module_defines(here: Path) -> None:
+    """Not a word of its code: None is closer to Nope than anything else is."""
+    write(here, {"mine_too.py": "def maker():\n    made = None\n    return made\n\n\nMade = 1\n"})
+    for wanted, meant in {"Nope": "", "make": "maker", "Mad": "Made"}.items():
+        with pytest.raises(ValueError, match="--model") as refused:
+            check_factory(f"mine_too:{wanted}")
+        assert str(refused.value).partition("did you mean ")[2] == (meant and f"{meant}?")
+
+
 def test_runs_name_what_they_depend_on(here: Path) -> None:
     np.save("tokens.npy", np.zeros(100, np.uint16))
     own, both = (

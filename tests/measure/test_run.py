@@ -142,10 +142,15 @@ def test_a_loss_that_is_not_finite_is_a_warning_and_no_number(tmp_path: Path) ->
         (Mode.TRAIN, 0, True),
         (Mode.TRAIN, 1, True),
         (Mode.TRAIN, 2, False),
-        (Mode.FORWARD_BACKWARD, 0, False),
+        (Mode.FORWARD_BACKWARD, 0, True),
+        (Mode.FORWARD_BACKWARD, 1, False),
+        (Mode.INFERENCE, 0, True),
+        (Mode.INFERENCE, 1, False),
     ],
 )
-def test_training_needs_two_warm_up_steps(mode: Mode, warmup_steps: int, warned: bool) -> None:
+def test_training_needs_two_warm_up_steps_and_all_else_one(
+    mode: Mode, warmup_steps: int, warned: bool
+) -> None:
     record = measure(replace(CONFIG, mode=mode, warmup_steps=warmup_steps), Table())
     assert codes(record) == ({WarningCode.FEW_WARMUP_STEPS} if warned else set())
     assert len(record.warmup_times_s) == warmup_steps

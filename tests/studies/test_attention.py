@@ -18,6 +18,7 @@ from cs336.cli import main
 from cs336.commands.parse import parse
 from cs336.commands.study import AttentionArguments
 from cs336.config import Device, Phase, Precision
+from cs336.measure import environment
 from cs336.measure.inputs import source_digest
 from cs336.record import Status
 from cs336.report.sections.operators import attention_section
@@ -303,6 +304,27 @@ def test_compiling_starts_afresh_for_every_shape(monkeypatch: pytest.MonkeyPatch
     for context_length in (8, 16):
         result = measure_cell(GRID, cell_of(Implementation.COMPILED, context_length=context_length))
         assert result.status is Status.OK
+
+
+@pytest.mark.parametrize(
+    "implementation", [Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH]
+)
+def test_scores_that_a_laptop_has_no_memory_for_are_not_made(
+    implementation: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two matrices of 2 x 1,024 x 1,024 fp32 numbers are 16 MiB."""
+    long = cell_of(implementation, context_length=1024)
+    needed = 2 * GRID.batch_size * 1024 * 1024 * 4
+    monkeypatch.setattr(environment, "host_memory_bytes", lambda: needed - 1)
+    result = measure_cell(GRID, long)
+    assert (result.status, result.measurements) == (Status.OOM, ())
+    assert result.failure is not None
+    assert "GiB of memory, and this machine has" in result.failure.message
+    fused = measure_cell(GRID, cell_of(Implementation.SDPA, context_length=1024))
+    assert fused.status is Status.OK
+    if implementation is Implementation.NAIVE:
+        monkeypatch.setattr(environment, "host_memory_bytes", lambda: needed)
+        assert measure_cell(GRID, long).status is Status.OK
 
 
 @pytest.mark.parametrize("causal", [False, True])

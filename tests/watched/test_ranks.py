@@ -104,6 +104,9 @@ def test_the_slow_rank_is_named_in_the_one_record(name, folder):
     sentences = " ".join(loop_sentences(record))
     assert f"rank {slow_rank} is slow" in sentences
     assert ("no_sync" in sentences) is not has_no_sync
+    # rank 0 alone multiplies 2 rows by a 4 x 4 matrix, forward and for the gradient of the matrix
+    assert record.seen.flops.per_step == MICRO_STEPS * 2 * (2 * 2 * 4 * 4)
+    assert f"rank 0 of {WORLD}: times, tokens and FLOPs are those of this rank alone" in sentences
 
 
 def later_rank(pauses):

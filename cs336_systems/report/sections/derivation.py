@@ -121,7 +121,8 @@ def _limits_table(derivation: Derivation) -> Table:
                 }
                 rows.append(row)
     notes = (
-        "On fewer ranks the collectives take no longer than the matmuls beside them.",
+        "On fewer ranks the collectives take no longer than the matmuls beside them; in the mixed "
+        "way on up to these X times up to these Y, and not on every N = X Y below their product.",
         "From Austin et al. 2025, How to Scale Your Model, chapters 5 and 12; "
         "cs336_systems/costs/derivation.py derives them.",
     )

@@ -95,9 +95,8 @@ def phases(entries: Sequence[Explained]) -> Section:
     shown += columns_of("clock_mean_ms", "wall_over_clock", "slowdown")
     notes = [*_of_one_trace(first)] if is_single else []
     if any(entry.plain for entry in entries):
-        notes.append(
-            "The clock ran without a profiler; all other times, and GPU busy, are those under it."
-        )
+        others = "all other times" if item == "operator" else "all other times, and GPU busy,"
+        notes.append(f"The clock ran without a profiler; {others} are those under it.")
     rows = rows_of(entries, phase_rows)
     return over_configurations(
         "phases", "Phases of a step", rows, shown, notes, _PHASE_CSV, shown=is_shown

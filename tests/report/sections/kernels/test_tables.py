@@ -148,6 +148,14 @@ def test_phases_beside_the_clock_of_the_plain_run():
     assert any("small, ctx 128" in note for note in alone.notes)
 
 
+def test_the_phases_of_a_cpu_say_nothing_of_a_gpu() -> None:
+    (of_cpu,) = phases([make_entry(make_cpu_profile())]).tables
+    (of_gpu,) = phases([make_entry()]).tables
+    assert any("The clock ran without a profiler" in note for note in of_cpu.notes)
+    assert not any("GPU" in note for note in of_cpu.notes)
+    assert any("GPU busy" in note for note in of_gpu.notes)
+
+
 def test_a_phase_that_launched_nothing_is_shown_where_it_is_long():
     """0.1 and 1 ms of 25 ms."""
     for time_ms, is_shown in ((0.1, False), (1, True)):
