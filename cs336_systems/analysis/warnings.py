@@ -95,7 +95,7 @@ STEPS = Repeated(
     more="more --warmup-steps and --measured-steps",
 )
 LOOP_STEPS = Repeated(
-    name="step", plural="steps", warmup="", more="", advice="the causes that were seen are named"
+    name="step", plural="steps", warmup="", more="", advice="causes are named where they were seen"
 )
 PASSES = Repeated(
     name="pass",
