@@ -315,7 +315,7 @@ MAX_SLOWDOWN, MAX_MEMORY = 3.5, 12
 MEASURE = """
 import gc, pickle, sys, time
 from pathlib import Path
-from cs336.analysis.memory.groups import replay
+from cs336.analysis.memory.replay import replay_device
 from cs336.analysis.memory.snapshot import read_snapshot
 
 
@@ -331,7 +331,7 @@ path, before = Path(sys.argv[1]), peak_bytes()
 begun = time.process_time()
 found = read_snapshot(path)
 read_s = time.process_time() - begun
-replay(found.devices[0], found.settings).allocated_bytes.max()
+replay_device(found.devices[0], found.settings).allocated_bytes.max()
 after = peak_bytes()
 gc.disable()
 begun = time.process_time()
