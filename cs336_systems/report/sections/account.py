@@ -201,7 +201,8 @@ def _interval(time: TimePrediction) -> str:
     """The interval in which nine of ten steps lie; empty without one."""
     if time.low_s is None or time.high_s is None:
         return ""
-    return f", nine of ten {rounded(1e3 * time.low_s)} to {rounded(1e3 * time.high_s)}"
+    low, high = rounded(1e3 * time.low_s), rounded(1e3 * time.high_s)
+    return f", nine of ten {low} to {high} ms"
 
 
 def times_of_kernels(curves: DeviceCurves, device_name: str | None) -> str:
