@@ -188,10 +188,7 @@ def with_backend(curves: Curves, backend: SdpaBackend) -> Curves:
         return curves
     if not curves.has_newer_attention:
         chosen = ATTENTION_SLOWER[SdpaBackend.FLASH]
-        slower = {
-            form: {width: times / chosen[form][width] for width, times in by_width.items()}
-            for form, by_width in slower.items()
-        }
+        slower = {form: _beside(by_width, chosen[form]) for form, by_width in slower.items()}
     matmuls = dict(curves.matmuls)
     for precision in {ProductPrecision.BF16, ProductPrecision.FP16} & {*matmuls}:
         slowed = []
@@ -200,6 +197,13 @@ def with_backend(curves: Curves, backend: SdpaBackend) -> Curves:
             slowed.append(replace(matmul, time_s=factor * matmul.time_s))
         matmuls[precision] = tuple(slowed)
     return replace(curves, matmuls=matmuls)
+
+
+def _beside(times: Mapping[int, float], chosen: Mapping[int, float]) -> dict[int, float]:
+    """How many times as long one backend takes as the chosen one, by the width of heads, from what
+    both take beside a third.
+    """
+    return {width: factor / chosen[width] for width, factor in times.items()}
 
 
 def _slower_by_width(slower: Mapping[Form, Mapping[int, float]], matmul: Matmul) -> float:

@@ -35,8 +35,8 @@ MATRICES = (
 """Categories whose tensors have the shapes of parameters."""
 WHOLE = (Category.BUFFERS, Category.LIBRARY_WORKSPACE, Category.GATHERED)
 """Categories of which each rank of a tensor group has all."""
-MOMENTS_AND_ITSELF = 3
-"""Elements of the state for each of a parameter, of AdamW: both moments have its type."""
+ADAMW_TENSORS = 3
+"""Tensors of a parameter's size that AdamW keeps in its type: itself and both moments."""
 EXPERTS = "experts"
 """Name of the unit of a block's experts, where ranks divide them."""
 GATHERED_INPUTS = 2
@@ -240,7 +240,7 @@ def least_rank_bytes(config: RunConfig, layout: Layout) -> int:
     every, kept = (rank.elements(kinds, is_kept=is_kept) for is_kept in (False, True))
     # shards are rounded up one by one, and the state is divided as a whole
     rounded = len(rank.outside_parameters) + len(kinds) * max(map(len, rank.block_parameters))
-    state_bytes = MOMENTS_AND_ITSELF * _parameter_bytes(uncompiled(config)) * (kept - rounded)
+    state_bytes = ADAMW_TENSORS * _parameter_bytes(uncompiled(config)) * (kept - rounded)
     return state_bytes + _beside_state_bytes(layout, factor_bytes(config.precision), every, kept)
 
 
@@ -506,8 +506,9 @@ def _shared_out(rank: Rank, kinds: Sequence[int]) -> tuple[tuple[Shares, Shares]
 
 
 def _beside_state_bytes(layout: Layout, element_bytes: int, every: int, kept: int) -> int:
-    """Copies of parameters for matmuls, with elements of so many bytes, and gradients that exist
-    throughout, of a rank that has `every` element and keeps those of its shard.
+    """Bytes of what a rank has throughout a step beside its shard of the state: copies of
+    parameters for matmuls, with elements of `element_bytes`, and gradients. `every` is the number
+    of parameters of its stage, and `kept` that of its shard.
     """
     if layout.shards_parameters:
         return FP32_BYTES * kept if layout.accumulate > 1 else 0

@@ -62,3 +62,41 @@ def test_models_of_rows_have_the_parameters_that_their_source_says() -> None:
             assert parameters == pytest.approx(int(row["parameters"]), rel=1e-3)
             counted += 1
     assert counted == 70 + 139
+
+
+NEMO_TFLOPS = {
+    ("GPT3-5B", 64): 736,
+    ("GPT3-20B", 64): 750,
+    ("GPT3-175B", 128): 782,
+    ("GPT3-175B", 512): 842,
+    ("LLAMA2-7B", 8): 776,
+    ("LLAMA2-13B", 16): 754,
+    ("LLAMA2-70B", 64): 759,
+    ("Nemotron-8B", 64): 653,
+    ("Nemotron-22B", 64): 554,
+    ("Nemotron-340B", 128): 678,
+    ("LLAMA3-8B", 8): 697,
+    ("LLAMA3-70B", 64): 738,
+}
+"""TFLOP per second of a GPU in NeMo's table, by model and GPUs, beside the tokens that rows have.
+The table names no shapes.
+"""
+
+
+def test_shapes_of_nemo_s_models_have_the_flops_that_it_says() -> None:
+    """A multiply-add of each weight and of each pair of tokens, three times, as 2 FLOPs."""
+    checked = set()
+    for row in rows():
+        key = row["name"], int(row["gpus"])
+        if not row["source"].startswith("NVIDIA/NeMo ") or key not in NEMO_TFLOPS:
+            continue
+        d_model, layers, context = (int(row[name]) for name in ("d_model", "layers", "context"))
+        of_heads = 2 * d_model * (1 + int(row["kv_heads"]) / int(row["heads"]))
+        of_network = (3 if row["gated"] == "1" else 2) * int(row["d_ff"])
+        weights = layers * d_model * (of_heads + of_network) + int(row["vocab"]) * d_model
+        scores = 2 * layers * context * d_model
+        flops = 6 * (weights + scores) * float(row["tokens_per_s_per_gpu"])
+        # both figures are rounded, to three digits at the least
+        assert flops / 1e12 == pytest.approx(NEMO_TFLOPS[key], rel=0.002)
+        checked.add(key)
+    assert checked == set(NEMO_TFLOPS)
