@@ -99,11 +99,6 @@ class StepSettings:
                     "ones would no longer change a larger sum. Use a larger --batch-size, or leave "
                     "out --cast-once (and --fast)",
                 ),
-                Rule(
-                    lambda run: not (run.cast_once and run.parallel.shards_parameters),
-                    "{flag} cannot be combined with --cast-once and --parallel "
-                    "{config.parallel} together yet: leave out one of them",
-                ),
             ),
         ),
     ] = 1

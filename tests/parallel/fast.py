@@ -188,8 +188,10 @@ def round_copies(weights, splits):
 
 
 def gradients_of(step, batch, leaves):
-    """The loss of a batch, and the gradients of the leaves that have one."""
-    loss = step.forward(batch())
+    """The part of a micro-batch in its step's loss, and the gradients of the leaves that have
+    one.
+    """
+    loss = step.forward(batch()) / step.config.accumulate_steps
     step.backward(loss)
     gradients = {leaf: leaf.grad.clone() for leaf in leaves if leaf.grad is not None}
     step.optimizer.zero_grad()
@@ -204,6 +206,23 @@ def give_to_masters(weights, gradients):
         if weight.copy:
             of_copy = gradients[weight.copy.leaf].view(-1)[weight.copy.elements]
             total.view(-1).add_(of_copy)
+
+
+def add_means(means, by_rank, axes_in_fp32):
+    """Add to `means` those over ranks of the gradients of each leaf, of those with so many axes in
+    fp32.
+
+    Vectors, which every rank has whole, are averaged with what was there before.
+    """
+    for leaf in by_rank[0]:
+        gradients = [of_rank[leaf] for of_rank in by_rank]
+        if axes_in_fp32 is not None and leaf.ndim >= axes_in_fp32:
+            gradients = [gradient.float() for gradient in gradients]
+        earlier = means.get(leaf, torch.zeros_like(gradients[0]))
+        if leaf.ndim == 1:
+            means[leaf] = sum(earlier + gradient for gradient in gradients) / len(gradients)
+        else:
+            means[leaf] = earlier + sum(gradients) / len(gradients)
 
 
 def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
@@ -232,14 +251,13 @@ def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
     round_copies(weights, splits)
     losses = []
     for _ in range(STEPS):
-        by_rank = [gradients_of(step, batch, leaves) for batch in batches]
-        losses.append([loss for loss, _ in by_rank])
+        by_rank = [0.0] * ranks
         means = {}
-        for leaf in by_rank[0][1]:
-            gradients = [of_rank[leaf] for _, of_rank in by_rank]
-            if axes_in_fp32 is not None and leaf.ndim >= axes_in_fp32:
-                gradients = [gradient.float() for gradient in gradients]
-            means[leaf] = sum(gradients) / ranks
+        for _ in range(config.accumulate_steps):
+            parts = [gradients_of(step, batch, leaves) for batch in batches]
+            by_rank = [loss + part for loss, (part, _) in zip(by_rank, parts, strict=True)]
+            add_means(means, [gradients for _, gradients in parts], axes_in_fp32)
+        losses.append(by_rank)
         if axes_in_fp32 is None:
             for leaf, mean in means.items():
                 leaf.grad = mean

@@ -31,6 +31,7 @@ SETTINGS = {
     "plain": ({}, (*ALL, SHARDED, ("fsdp-push", False))),
     "packed attention": ({"packed_attention": True}, (PUSHED_PARTS, SHARDED)),
     "selective checkpoints": (SELECTIVE, (REDUCED, SHARDED)),
+    "micro-batches": ({"accumulate_steps": 3}, (SHARDED,)),
     "loss in parts": ({"loss_chunks": 3}, (PUSHED, REDUCED, SHARDED)),
     "moments in bf16": (
         {"bf16_moments": True},

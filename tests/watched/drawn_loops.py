@@ -450,6 +450,7 @@ class Loop:
             except (Exception, KeyboardInterrupt) as error:
                 self.errors.append((type(error), error.args))
                 self.drop_gradients()
+            self.model.fault = None  # the step may not have come to it
             if self.broken is not None:
                 self.broken.remove()
             if "report" in draw.extras and number == 3:
