@@ -63,6 +63,7 @@ def _adamw_chunks(
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
     seed = _mixed(_mixed(step.to(tl.uint32)) + tensor.to(tl.uint32))
+    scalars = correction1, correction2, lr, beta1, beta2, eps, decay
     # A masked load reads element by element, so only a tensor's last chunk is masked. That chunk is
     # updated in small pieces: otherwise the masked code would need more registers, which all
     # programs would have to reserve.
@@ -72,13 +73,7 @@ def _adamw_chunks(
             start,
             size,
             seed,
-            correction1,
-            correction2,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            decay,
+            scalars,
             HAS_COPY,
             IS_SPLIT,
             HAS_LARGEST,
@@ -95,13 +90,7 @@ def _adamw_chunks(
                 piece,
                 size,
                 seed,
-                correction1,
-                correction2,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                decay,
+                scalars,
                 HAS_COPY,
                 IS_SPLIT,
                 HAS_LARGEST,
@@ -119,13 +108,7 @@ def _update(
     start,
     size,
     seed,
-    correction1,
-    correction2,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    decay,
+    scalars,
     HAS_COPY: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_LARGEST: tl.constexpr,
@@ -136,6 +119,7 @@ def _update(
     IS_MASKED: tl.constexpr,
 ):
     """Update SIZE elements from `start` on: load, add up the gradients, apply AdamW, store."""
+    correction1, correction2, lr, beta1, beta2, eps, decay = scalars
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     if HAS_COPY:

@@ -63,11 +63,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Triton's form of the operator `_add_norm` in fused_blocks.py, which says what it returns."""
     del tag
-    stream = stream.contiguous()
-    others = [
-        None if tensor is None else tensor.contiguous()
-        for tensor in (branch, branch_bias, gain, bias)
-    ]
+    stream, gain = stream.contiguous(), gain.contiguous()
+    branch, branch_bias, bias = map(_contiguous, (branch, branch_bias, bias))
     width = stream.shape[-1]
     rows = stream.numel() // width
     total = stream.new_empty(0 if branch is None else stream.shape)
@@ -78,18 +75,17 @@ def add_norm(
     largest = statistics.new_empty(rows if measures else 0)
     _add_norm_values[(rows,)](
         stream,
-        *others,
+        branch,
+        branch_bias,
+        gain,
+        bias,
         total,
         normed,
         statistics,
-        largest,
+        largest if measures else None,
         rows,
         width,
         eps,
-        HAS_BRANCH=branch is not None,
-        HAS_BRANCH_BIAS=branch_bias is not None,
-        IS_CENTRED=bias is not None,
-        MEASURES=measures,
         BLOCK=triton.next_power_of_2(width),
         num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )
@@ -125,7 +121,7 @@ def add_norm_backward(
     )
     maxima = partial.new_empty(programs) if measures else None
     _add_norm_grads[(programs,)](
-        None if stream_gradient is None else stream_gradient.contiguous(),
+        _contiguous(stream_gradient),
         gradient,
         total,
         statistics,
@@ -136,11 +132,9 @@ def add_norm_backward(
         maxima,
         rows,
         width,
-        HAS_STREAM=stream_gradient is not None,
         IS_SHARED=is_shared,
         IS_CENTRED=is_centred,
         HAS_BRANCH_BIAS=has_branch_bias,
-        MEASURES=measures,
         BLOCK=block,
         STAGES=STAGES if block <= MAX_STAGED else 1,
         num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
@@ -168,10 +162,9 @@ def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tens
         x,
         bias,
         result,
-        largest,
+        largest if measures else None,
         rows,
         width,
-        MEASURES=measures,
         ROWS=rows_of_part,
         BLOCK=block,
         num_warps=block // GELU_COLUMNS_PER_WARP,
@@ -202,7 +195,6 @@ def bias_gelu_backward(
         maxima,
         rows,
         width,
-        MEASURES=measures,
         BLOCK=GELU_COLUMNS,
         STAGES=STAGES,
         num_warps=NUM_WARPS,
@@ -251,6 +243,11 @@ def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     return result, result.t().contiguous() if transposes and not in_kernel else transpose
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    """The tensor with its elements in order, if there is one."""
+    return None if x is None else x.contiguous()
+
+
 def num_programs(rows: int, block: int, device: torch.device) -> int:
     """Number of programs of a kernel that loops over rows: enough to keep the memory busy, few
     enough that each has several rows. A program's registers hold `block` elements.
@@ -289,7 +286,6 @@ def summed(
         rows.stride(0),
         num_rows,
         0 if maxima is None else maxima.numel(),
-        HAS_MAXIMA=maxima is not None,
         ROWS=SUM_ROWS,
         COLUMNS=SUM_COLUMNS,
         num_warps=SUM_WARPS,
@@ -311,10 +307,6 @@ def _add_norm_values(
     rows,
     width,
     eps,
-    HAS_BRANCH: tl.constexpr,
-    HAS_BRANCH_BIAS: tl.constexpr,
-    IS_CENTRED: tl.constexpr,
-    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Forward of one row: add the branch if there is one, and norm the sum."""
@@ -323,24 +315,24 @@ def _add_norm_values(
     inside = column < width
     at = row * width + column
     x = wide(stream + at, inside)
-    if HAS_BRANCH:
+    if branch is not None:
         x += wide(branch + at, inside)
-        if HAS_BRANCH_BIAS:
+        if branch_bias is not None:
             x += wide(branch_bias + column, inside)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    if IS_CENTRED:
+    if bias is not None:
         mean = tl.sum(x, 0) / width
         tl.store(statistics + rows + row, mean)
         x = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(statistics + row, scale)
     y = x * scale * wide(gain + column, inside)
-    if IS_CENTRED:
+    if bias is not None:
         y += wide(bias + column, inside)
     tl.store(normed + at, y.to(normed.dtype.element_ty), mask=inside)
-    if MEASURES:
+    if largest is not None:
         tl.store(largest + row, tl.max(tl.where(inside, magnitude(y, normed), 0.0), 0))
 
 
@@ -357,11 +349,9 @@ def _add_norm_grads(
     maxima,
     rows,
     width,
-    HAS_STREAM: tl.constexpr,
     IS_SHARED: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     HAS_BRANCH_BIAS: tl.constexpr,
-    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -390,14 +380,14 @@ def _add_norm_grads(
         if IS_CENTRED:
             result -= tl.sum(of_normed, 0) / width
         result *= scale
-        if HAS_STREAM:
+        if stream_gradient is not None:
             result += wide(stream_gradient + at, inside)
         tl.store(of_stream + at, result.to(of_stream.dtype.element_ty), mask=inside)
         if not IS_SHARED:
             tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
         if HAS_BRANCH_BIAS:
             of_branch_bias += result
-        if MEASURES:
+        if maxima is not None:
             largest = tl.maximum(largest, tl.abs(result), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     at = partial + program * width + column
@@ -406,21 +396,13 @@ def _add_norm_grads(
         tl.store(at + programs * width, of_bias, mask=inside)
     if HAS_BRANCH_BIAS:
         tl.store(at + (1 + IS_CENTRED) * programs * width, of_branch_bias, mask=inside)
-    if MEASURES:
+    if maxima is not None:
         tl.store(maxima + program, tl.max(tl.where(inside, magnitude(largest, of_branch), 0.0), 0))
 
 
 @triton.jit
 def _bias_gelu_values(
-    x,
-    bias,
-    result,
-    largest,
-    rows,
-    width,
-    MEASURES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, bias, result, largest, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Forward of a tile of ROWS rows and BLOCK columns, and its largest magnitude."""
     column, is_column = block_columns(width, BLOCK)
@@ -433,11 +415,11 @@ def _bias_gelu_values(
         value = wide(x + at, inside) + biases
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
-        if MEASURES:
+        if largest is not None:
             maxima = tl.maximum(
                 maxima, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
             )
-    if MEASURES:
+    if largest is not None:
         part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(largest + part, tl.max(magnitude(maxima, result), 0))
 
@@ -452,7 +434,6 @@ def _bias_gelu_grads(
     maxima,
     rows,
     width,
-    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -472,11 +453,11 @@ def _bias_gelu_grads(
         of_x *= share * (1 + value * slope * (1 - share))
         tl.store(result + at, of_x.to(result.dtype.element_ty), mask=inside)
         of_bias += of_x
-        if MEASURES:
+        if maxima is not None:
             largest = tl.maximum(largest, tl.abs(of_x), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
-    if MEASURES:
+    if maxima is not None:
         part = program * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + part, tl.max(tl.where(inside, magnitude(largest, result), 0.0), 0))
 
@@ -540,7 +521,6 @@ def _reduce_sums(
     stride,
     num_rows,
     num_maxima,
-    HAS_MAXIMA: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -558,7 +538,7 @@ def _reduce_sums(
     of_rows = tl.where(which < num_rows, width, 0)
     tl.store(rows + which * stride + column, result, mask=column < of_rows)
     tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)
-    if HAS_MAXIMA:  # noqa: SIM102  (known when it is compiled, unlike what follows)
+    if maxima is not None:  # noqa: SIM102  (known when it is compiled, unlike what follows)
         if (tl.program_id(0) == 0) & (which == 0):
             item = tl.arange(0, ROWS * COLUMNS)
             seen = tl.zeros((ROWS * COLUMNS,), tl.float32)
