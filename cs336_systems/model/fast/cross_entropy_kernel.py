@@ -27,9 +27,9 @@ def losses(
 ) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
-    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count:
-    (softmax - 1 at the target) / count, and 0 in the padding. Logits must lie within 1e38. For a
-    target outside of the vocabulary, the loss is NaN, and 1 is subtracted nowhere.
+    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count, and
+    with 0 in the padding. Logits must lie within 1e38. For a target outside of the vocabulary, the
+    loss is NaN, and 1 is subtracted nowhere.
     """
     result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
@@ -55,8 +55,8 @@ def losses(
 
 
 def multiply_rows(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if
-    it is 1.
+    """Multiply in place; the kernel reads the factor on the device, and leaves rows alone if it is
+    1.
     """
     _cross_entropy_scale[(len(rows),)](
         rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8
@@ -76,8 +76,8 @@ def _cross_entropy_losses(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the losses of every n-th row, where n is the number of programs; with WRITE_GRADIENTS
-    overwrite the row's logits with their gradient, times `share`.
+    """Write the losses of every n-th row of n programs; with WRITE_GRADIENTS overwrite its logits
+    with their gradient, times `share`.
     """
     at = logits + tl.program_id(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -105,9 +105,7 @@ def _cross_entropy_row(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row's loss by an online softmax (Milakov and Gimelshein 2018), and then its gradient over
-    the logits.
-    """
+    """One row's loss by an online softmax (Milakov and Gimelshein 2018), then its gradient."""
     is_known = (target >= 0) & (target < vocab_size)
     # before it is overwritten
     target_logit = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)

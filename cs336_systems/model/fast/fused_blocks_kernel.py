@@ -4,7 +4,8 @@ embedding, fp8 casts.
 Everything is read once and written once. Gradients of gains and biases are sums over all rows, in
 two stages: each program of a kernel that reads the rows anyway keeps the sum of its rows, and a
 last kernel adds up the programs' sums. The largest magnitude of what a kernel writes is found in
-the same way. The embedding's backward adds each token's gradient to its row, in no fixed order.
+the same way. Functions have the names of operators in fused_blocks.py and fp8.py, which say what
+they return.
 """
 
 import torch
@@ -61,7 +62,7 @@ def add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Triton's form of the operator `_add_norm` in fused_blocks.py, which says what it returns."""
+    """The kernel of `_add_norm`."""
     del tag
     stream, gain = stream.contiguous(), gain.contiguous()
     branch, branch_bias, bias = map(_contiguous, (branch, branch_bias, bias))
@@ -102,9 +103,7 @@ def add_norm_backward(
     branch_bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Triton's form of the operator `_add_norm_backward` in fused_blocks.py, which says what it
-    returns.
-    """
+    """The kernel of `_add_norm_backward`."""
     gradient, total, statistics, gain = (
         tensor.contiguous() for tensor in (gradient, total, statistics, gain)
     )
@@ -145,9 +144,7 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of x (..., d_ff) + bias (d_ff) and, with a tag, the largest magnitude of each tile of
-    GELU_PART columns, else an empty tensor.
-    """
+    """The kernel of `_bias_gelu`."""
     measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
@@ -175,9 +172,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tens
 def bias_gelu_backward(
     x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless
-    `measures`.
-    """
+    """The kernel of `_bias_gelu_backward`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -203,9 +198,7 @@ def bias_gelu_backward(
 
 
 def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """Gradient of an embedding table with `num_rows` rows, in fp32: each token's gradient is added
-    to the row of its token.
-    """
+    """The kernel of `_lookup_backward`."""
     result = gradient.new_zeros(num_rows, gradient.shape[-1], dtype=torch.float32)
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     width = gradient.shape[-1]
@@ -216,12 +209,10 @@ def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
-    """A matrix over its scale in fp8, and its transpose, which is empty unless `transposes`; both
-    row-major.
+    """The kernel of `_fp8_casts`.
 
-    Hopper's fp8 matmul needs the inner axis contiguous in both factors: forward multiplies by rows,
-    and backward by columns. If the transpose were made on its own, the matrix would be read from
-    memory once more.
+    Forward multiplies by rows, and backward by columns. If the transpose were made on its own, the
+    matrix would be read from memory once more.
     """
     x = x.contiguous()
     num_rows, num_columns = x.shape
@@ -249,8 +240,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def num_programs(rows: int, block: int, device: torch.device) -> int:
-    """Number of programs of a kernel that loops over rows: enough to keep the memory busy, few
-    enough that each has several rows. A program's registers hold `block` elements.
+    """Programs of a kernel that loops over rows: enough to keep the memory busy, few enough that
+    each has several rows. A program holds `block` elements in registers.
     """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
@@ -264,11 +255,11 @@ def num_programs(rows: int, block: int, device: torch.device) -> int:
 def summed(
     partial: Tensor, last_type: torch.dtype | None, maxima: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the
-    last in `last_type`.
+    """Add up `partial` (sums, programs, width) over the programs: rows in fp32, and the last in
+    `last_type`.
 
-    If `last_type` is None, the last sum is a row too, and the second result is empty. The third
-    result is the fp8 scale of a tensor with these `maxima`; empty if None.
+    If `last_type` is None, the last sum is a row too, and the second result is empty. The third is
+    the fp8 scale of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1

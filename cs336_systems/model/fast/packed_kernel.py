@@ -1,5 +1,5 @@
 """The operations after a block's packed matmuls, written in Triton: a program handles a part of one
-token's row.
+token's row. Functions have the names of the operators in packed.py, which say what they return.
 
 Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward
 and 5 times in backward, and the heads take twice the bytes of q, k and v, or only of q and k where
@@ -28,9 +28,7 @@ warps.
 
 
 def swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """silu(gate) x up for `packed`, whose last axis has the columns of the gate and then those of
-    up; with a tag also the largest magnitude of each PART of a row, else an empty tensor.
-    """
+    """The kernel of `_swiglu`."""
     measures = tag is not None
     packed = packed.contiguous()
     width = packed.shape[-1] // 2
@@ -43,9 +41,7 @@ def swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed` from the gradient of `swiglu(packed)`, and its magnitudes, of which
-    there are none unless `measures`.
-    """
+    """The kernel of `_swiglu_backward`."""
     packed, gradient = packed.contiguous(), gradient.contiguous()
     width = gradient.shape[-1]
     result = torch.empty_like(packed)
@@ -59,9 +55,7 @@ def swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[T
 def rope_heads(
     packed: Tensor, rotations: Tensor, tag: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split `packed` (batch, seq, 3 d_model) into q, k and v by heads, and rotate q and k by
-    RoPE.
-    """
+    """The kernel of `rope_heads`."""
     del tag
     packed = packed.contiguous()
     d_head = 2 * rotations.shape[1]
@@ -74,9 +68,7 @@ def rope_heads(
 def rope_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed`, a row of q, k and v for each token, and its magnitudes, of which there
-    are none unless `measures`; the gradients of q and k are rotated back.
-    """
+    """The kernel of `_rope_heads_backward`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     largest = _unmeasured(q, num_parts(q.flatten(2), measures))
@@ -85,13 +77,13 @@ def rope_heads_backward(
 
 
 def rotate(packed: Tensor, rotations: Tensor) -> None:
-    """Rotate q and k in place."""
+    """The kernel of `_rotate`."""
     _launch_rotation(packed, rotations, None, back=False)
 
 
 def rotate_back(packed: Tensor, rotations: Tensor, measures: bool) -> Tensor:
-    """Rotate q and k back, in place; the result is the fp8 scale of `packed` after it, as one
-    element, and empty unless `measures`.
+    """Rotate q and k back, in place, and return the fp8 scale of `packed` after it; empty unless
+    `measures`.
     """
     largest = _unmeasured(packed, num_parts(packed, measures))
     _launch_rotation(packed, rotations, largest if measures else None, back=True)
@@ -101,9 +93,7 @@ def rotate_back(packed: Tensor, rotations: Tensor, measures: bool) -> Tensor:
 def cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with
-    `measures` the first's scale.
-    """
+    """The kernel of `_cut_heads_backward`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]
@@ -131,12 +121,12 @@ def cut_heads_backward(
 def packed_bias_backward(
     of_packed: Tensor, gradient: Tensor, bias_type: torch.dtype, *, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 scale
-    of the latter.
+    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the latter's
+    fp8 scale.
 
-    `gradient` is that of the outputs of all heads. A query's weights sum to 1, so its sum is that
-    of v's gradient; a bias of k adds the same to all scores of a query, which changes no weight, so
-    that its gradient is 0.
+    `gradient` is that of all heads' outputs. A query's weights sum to 1, so its sum is that of v's
+    gradient; a bias of k adds the same to all scores of a query, which changes no weight, so its
+    gradient is 0.
     """
     assert of_packed.is_contiguous()
     gradient = gradient.contiguous()
@@ -227,9 +217,7 @@ def _grid(part: Tensor, width: int) -> tuple[int, int]:
 
 @triton.jit
 def _keep_largest(largest, sizes, inside):
-    """Store the largest of a program's magnitudes, the number of the program's part in its row
-    being that of the grid's second axis.
-    """
+    """Store the largest of a program's magnitudes, in the order of the grid."""
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(largest + part, tl.max(tl.where(inside, sizes, 0.0), 0))
 
