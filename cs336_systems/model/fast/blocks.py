@@ -42,6 +42,7 @@ from .packed import cut_heads, feed_forward, packed_attention, rope_heads, swigl
 from .weights import Copies, CopyMaker
 
 ResidualStream = Float[Tensor, "batch seq d_model"]
+Projected = Float[Tensor, "batch seq thrice_d_model"]
 Hidden = Float[Tensor, "tokens d_hidden"]
 checkpointed: Callable[..., Any] = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False
@@ -91,11 +92,11 @@ class PackedAttention(SelfAttention):
 
     def forward(  # type: ignore[override]
         self,
-        x: Float[Tensor, "batch seq d_model"],
+        x: ResidualStream,
         rotations: Rotations | None,
         mask: Mask | None,
         largest: Largest | None = None,
-    ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
+    ) -> tuple[ResidualStream, Tag | None]:
         """Output of attention after its output projection, and that projection's tag. `largest` has
         magnitudes of x for its fp8 scale, or is None.
         """
@@ -103,8 +104,8 @@ class PackedAttention(SelfAttention):
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
 
     def project(
-        self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+        self, x: ResidualStream, largest: Largest | None = None
+    ) -> tuple[Projected, Tag | None]:
         """Queries, keys and values of all heads, side by side, and a tag; `values` computes their
         bias's gradient.
         """
@@ -113,12 +114,8 @@ class PackedAttention(SelfAttention):
         return packed.matmul(to_autocast_dtype(x), largest, tags=True)
 
     def values(
-        self,
-        projected: Float[Tensor, "batch seq thrice_d_model"],
-        tag: Tag | None,
-        rotations: Rotations | None,
-        mask: Mask | None,
-    ) -> Float[Tensor, "batch seq d_model"]:
+        self, projected: Projected, tag: Tag | None, rotations: Rotations | None, mask: Mask | None
+    ) -> ResidualStream:
         """Outputs of all heads, side by side, from what `project` returned.
 
         Attention is PyTorch's, causal, or naive attention if a `mask` is given; with rotations, q
@@ -210,8 +207,8 @@ class CopiedBlock(Block):
         self.ffn = CopiedFeedForward(block.ffn, maker)
 
     def forward(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
-    ) -> Float[Tensor, "batch seq d_model"]:
+        self, x: ResidualStream, rotations: Rotations | None, mask: Mask | None
+    ) -> ResidualStream:
         x = x + self.attn(self.ln1(x), rotations, mask)[0]
         output: Tensor = x + self.ffn(self.ln2(x))[0]
         return output
@@ -222,8 +219,8 @@ class Deferred(NamedTuple):
     if there is one, to the stream before it normalises the sum.
     """
 
-    stream: Float[Tensor, "batch seq d_model"]
-    branch: Float[Tensor, "batch seq d_model"]
+    stream: ResidualStream
+    branch: ResidualStream
     bias: Float[Tensor, " d_model"] | None
     tag: Tag | None = None
     """Tag of the branch's last matmul (fp8.py); None if that is not in fp8, or if a plain addition
@@ -244,11 +241,7 @@ class AddNorm(nn.Module):
         self.bias: nn.Parameter | None = getattr(norm, "bias", None)
         self._feeds_fp8 = feeds_fp8
 
-    def forward(
-        self, x: Deferred
-    ) -> tuple[
-        Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None
-    ]:
+    def forward(self, x: Deferred) -> tuple[ResidualStream, ResidualStream, Largest | None]:
         stream, branch, branch_bias, tag = x
         with annotate(self.range):
             return add_norm(
@@ -322,9 +315,7 @@ class SelectiveBlock(DeferredBlock):
             stream, branch = checkpointed(self._after_attention, stream, values)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
-    def _projected(
-        self, stream: ResidualStream
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+    def _projected(self, stream: ResidualStream) -> tuple[Projected, Tag | None]:
         """Projections q, k and v of the normed residual stream; backward computes the norm again.
 
         A compiled block does not compute a matmul again unless a checkpoint tells it to.
@@ -334,15 +325,13 @@ class SelectiveBlock(DeferredBlock):
         projected: tuple[Tensor, Tag | None] = checkpointed(self._project, stream)
         return projected
 
-    def _project(
-        self, stream: ResidualStream
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+    def _project(self, stream: ResidualStream) -> tuple[Projected, Tag | None]:
         """Packed projections of the normed residual stream."""
         normed = self._norm(stream)
         with annotate(self.attn.range):
             return self.attn.project(normed)
 
-    def _norm(self, stream: ResidualStream) -> Float[Tensor, "batch seq d_model"]:
+    def _norm(self, stream: ResidualStream) -> ResidualStream:
         """The residual stream's norm, which attention reads."""
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ln1.range):
             dtype = self.attn.output_proj.copies.weight.dtype
@@ -405,7 +394,7 @@ class FusedEmbedding(Embedding):
         self.weight, self.positions = embedding.weight, embedding.positions
         self._dtype, self._copy = dtype, copy
 
-    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> ResidualStream:
         with annotate(self.range):
             table = self.weight if self._copy is None else self._copy
             x: Tensor = lookup(table, tokens)

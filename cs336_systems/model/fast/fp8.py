@@ -97,6 +97,16 @@ def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
     return x.abs().amax().float().repeat(parts)
 
 
+def keep_tagged(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save for backward the inputs of an operator but the last, a tag, and whether there is one;
+    the operator's second result are magnitudes of its first.
+    """
+    *saved, tag = inputs
+    ctx.save_for_backward(*saved)
+    ctx.is_tagged = tag is not None
+    ctx.mark_non_differentiable(output[1])
+
+
 class KeptScale(NamedTuple):
     """The scale of a tensor that is kept from step to step, and the magnitudes that give it."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from .fp8 import Largest, Tag, magnitudes, scale_if
+from .fp8 import Largest, Tag, keep_tagged, magnitudes, scale_if
 from .operators import operator
 
 GELU_PART = 2, 512
@@ -251,16 +251,6 @@ def _differentiate_add_norm(
     )
 
 
-def _keep_bias_gelu(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]
-) -> None:
-    """Save for backward what `_differentiate_bias_gelu` needs."""
-    x, bias, tag = inputs
-    ctx.save_for_backward(x, bias)
-    ctx.is_tagged = tag is not None
-    ctx.mark_non_differentiable(output[1])
-
-
 def _differentiate_bias_gelu(
     ctx: Any, gradient: Tensor, _largest: None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -285,5 +275,5 @@ def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)
-_bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_keep_bias_gelu)
+_bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=keep_tagged)
 lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)

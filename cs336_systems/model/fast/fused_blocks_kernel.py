@@ -274,7 +274,6 @@ def summed(
         scale,
         programs,
         width,
-        rows.stride(0),
         num_rows,
         0 if maxima is None else maxima.numel(),
         ROWS=SUM_ROWS,
@@ -509,7 +508,6 @@ def _reduce_sums(
     scale,
     programs,
     width,
-    stride,
     num_rows,
     num_maxima,
     ROWS: tl.constexpr,
@@ -527,7 +525,7 @@ def _reduce_sums(
         sums += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
     result = tl.sum(sums, 0)
     of_rows = tl.where(which < num_rows, width, 0)
-    tl.store(rows + which * stride + column, result, mask=column < of_rows)
+    tl.store(rows + which * width + column, result, mask=column < of_rows)
     tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)
     if maxima is not None:  # noqa: SIM102  (known when it is compiled, unlike what follows)
         if (tl.program_id(0) == 0) & (which == 0):

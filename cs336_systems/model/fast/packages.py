@@ -38,9 +38,7 @@ there is one. A process that has started CUDA cannot be forked into others that 
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version, and can be imported with all that
-    it imports.
-    """
+    """Whether this package is installed in a tested version, and can be imported."""
     return why_unusable(package) is None
 
 

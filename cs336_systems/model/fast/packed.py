@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..transformer import Rotations, rotate_pairs
-from .fp8 import Largest, Tag, magnitudes, scale_if, scale_of
+from .fp8 import Largest, Tag, keep_tagged, magnitudes, scale_if, scale_of
 from .operators import operator
 
 Heads = Float[Tensor, "batch seq heads d_head"]
@@ -157,14 +157,6 @@ def _cut_heads_backward(
     return packed, packed.float().sum(dim=(0, 1)).to(bias_type), scale_if(packed, measures)
 
 
-def _keep_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Any) -> None:
-    """Save for backward what `_differentiate_swiglu` needs."""
-    packed, tag = inputs
-    ctx.save_for_backward(packed)
-    ctx.is_tagged = tag is not None
-    ctx.mark_non_differentiable(output[1])
-
-
 def _differentiate_swiglu(
     ctx: Any, gradient: Tensor, _largest: None
 ) -> tuple[Tensor, Tensor | None]:
@@ -189,7 +181,7 @@ def _differentiate_rope_heads(
     return of_packed, None, scale_of(largest).view(1) if ctx.is_tagged else None
 
 
-_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=keep_tagged)
 rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_rotations)
 
 
