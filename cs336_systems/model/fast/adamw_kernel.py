@@ -19,9 +19,7 @@ from .fused_blocks_kernel import magnitude
 from .weights import NAN_BITS, READ_BYTES
 
 CHUNK = 1024
-"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or warps
-are a little slower.
-"""
+"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26; more are a little slower."""
 NUM_WARPS = 4
 NAN: tl.constexpr = tl.constexpr(NAN_BITS)
 
@@ -218,9 +216,7 @@ class ChunkedAdamW:
         largest: Sequence[Tensor],
         gradient_types: Sequence[torch.dtype],
     ) -> None:
-        """Cut all tensors into chunks of CHUNK elements, one for each program, and put their sizes
-        and addresses into tables on the device.
-        """
+        """Cut all tensors into chunks, and put sizes and addresses into tables on the device."""
         self._is_split = masters[0].dtype is torch.int16
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
@@ -254,9 +250,7 @@ class ChunkedAdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on the
-        device.
-        """
+        """Update with each tensor's gradients; `steps` is this step's number, on the device."""
         self._place(gradients)
         if self._largest:
             # the programs take the maximum of this and of their chunks
@@ -283,9 +277,7 @@ class ChunkedAdamW:
         )
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Note the gradients' addresses, and upload them if they have changed; after a capture,
-        `upload` must follow.
-        """
+        """Note the gradients' addresses; upload changed ones, unless in a capture."""
         addresses = torch.stack(
             [_addresses(column) for column in zip(*gradients, strict=True)], dim=1
         )

@@ -53,9 +53,7 @@ checkpointed: Callable[..., Any] = partial(
 
 
 class CopiedLinear(Linear):
-    """x W^T from a copy of W, plus a bias; with fused blocks the kernel that reads the result adds
-    the bias.
-    """
+    """x W^T from a copy of W, plus a bias, which with fused blocks the next kernel adds."""
 
     def __init__(self, linear: Linear, maker: CopyMaker) -> None:
         nn.Module.__init__(self)
@@ -97,9 +95,7 @@ class PackedAttention(SelfAttention):
         mask: Mask | None,
         largest: Largest | None = None,
     ) -> tuple[ResidualStream, Tag | None]:
-        """Output of attention after its output projection, and that projection's tag. `largest` has
-        magnitudes of x for its fp8 scale, or is None.
-        """
+        """The output projection's result, and its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
 
@@ -163,9 +159,7 @@ class CopiedFeedForward(nn.Module):
     def forward(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """Output of the feed-forward network, and the tag of its last matmul. `largest` has
-        magnitudes of x for its fp8 scale, or is None.
-        """
+        """Output of the last matmul, and its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             if self._fuses:
                 return feed_forward(
@@ -223,9 +217,7 @@ class Deferred(NamedTuple):
     branch: ResidualStream
     bias: Float[Tensor, " d_model"] | None
     tag: Tag | None = None
-    """Tag of the branch's last matmul (fp8.py); None if that is not in fp8, or if a plain addition
-    reads the branch.
-    """
+    """Tag of the branch's last matmul, if that is in fp8 and a norm reads the branch (fp8.py)."""
 
 
 class AddNorm(nn.Module):
@@ -299,9 +291,7 @@ class SelectiveBlock(DeferredBlock):
     def forward(  # type: ignore[override]
         self, x: Deferred, rotations: Rotations | None, mask: Mask | None
     ) -> Deferred:
-        """The residual stream after attention, which is causal, and the feed-forward network's
-        branch.
-        """
+        """The residual stream after attention, which is causal, and the branch to be added."""
         del mask
         stream = x.stream + x.branch
         stream = stream if x.bias is None else stream + x.bias

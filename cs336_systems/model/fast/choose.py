@@ -35,9 +35,7 @@ from .packages import FLASH_4, OF_PACKAGE, QUACK
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 MATMUL_MULTIPLE = 8
-"""Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths
-are far slower.
-"""
+"""Elements that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
 MAX_STREAM_LAYERS = 12
 """Most layers with which a residual stream in bf16 has passed the ladder's gate."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
@@ -177,9 +175,7 @@ def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
 def can_fuse_activations(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether the activation can be computed within matmuls: with QuACK, on Hopper, if their width
-    fits.
-    """
+    """Whether QuACK can compute the activation within matmuls: on Hopper, if their width fits."""
     fits = model.d_ff % PACKED_MULTIPLE == 0 and _is_hopper(device_name)
     return fits and (is_usable or packages.is_installed)(QUACK)
 
@@ -187,9 +183,7 @@ def can_fuse_activations(
 def can_pack_attention(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether attention can be FlashAttention 4's: with its package, on Hopper, for its widths of
-    heads.
-    """
+    """Whether attention can be FlashAttention 4's: on Hopper, for its widths of heads."""
     return (
         model.d_head in FLASH_4_HEADS
         and _is_hopper(device_name)

@@ -169,8 +169,6 @@ CALLS: Mapping[str, Sequence[Callable[[Shapes], None]]] = {
 
 
 def compile_kernels(name: str, device: str, activation: str, *sizes: str) -> None:
-    """Compile the kernels of this name for a block of these sizes, ordered as in `Shapes`, by
-    calling them once.
-    """
+    """Compile the kernels of this name by calling them; sizes are in the order of `Shapes`."""
     (call,) = (call for calls in CALLS.values() for call in calls if call.__name__ == name)
     call(Shapes(device, activation == "gelu", *map(int, sizes)))

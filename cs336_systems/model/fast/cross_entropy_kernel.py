@@ -55,9 +55,7 @@ def losses(
 
 
 def multiply_rows(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place; the kernel reads the factor on the device, and leaves rows alone if it is
-    1.
-    """
+    """Multiply in place by a factor on the device; rows are left alone if it is 1."""
     _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], num_warps=8)
 
 

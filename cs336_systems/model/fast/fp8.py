@@ -34,9 +34,7 @@ MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
 Largest = Float[Tensor, " parts"]
-"""fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element
-is not.
-"""
+"""fp32 magnitudes whose maximum is a tensor's largest; not finite if an element is not."""
 Fp8Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
@@ -147,9 +145,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """`scale` is the tag's gradient: with `reads_tag` the fp8 scale of `gradient`, else
-        ignored.
-        """
+        """With `reads_tag`, `scale`, the tag's gradient, is the fp8 scale of `gradient`."""
         x8_transpose, x_scale, weight8_transpose, weight_scale = ctx.saved_tensors
         scale = scale.view(()) if ctx.reads_tag else scale_of(_largest_of_rows(gradient))
         gradient8, gradient8_transpose = _fp8_casts(gradient, scale, True)

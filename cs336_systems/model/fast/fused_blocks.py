@@ -165,9 +165,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Ten
 
 
 def gelu_parts(x: Tensor, measures: bool) -> int:
-    """How many magnitudes of GELU's result there are: one for each tile of GELU_PART; 0 unless
-    `measures`.
-    """
+    """How many magnitudes of GELU's result there are, one a tile; 0 unless `measures`."""
     rows, columns = GELU_PART
     width = x.shape[-1]
     return -(-(x.numel() // width) // rows) * -(-width // columns) if measures else 0
@@ -190,9 +188,7 @@ def _bias_gelu_backward(
 
 @operator()
 def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
-    """The rows of `weight` that `tokens` index, by PyTorch's embedding on a GPU too; only its
-    backward is replaced.
-    """
+    """The rows of `weight` that `tokens` index, by PyTorch's kernel; its backward is replaced."""
     return F.embedding(tokens, weight)
 
 

@@ -18,9 +18,7 @@ from .fused_blocks import GELU_PART
 
 NUM_WARPS = 4
 MAX_STAGED = 4096
-"""Widest row of which STAGES rows fit into a program's shared memory; wider rows are not
-prefetched.
-"""
+"""Widest row of which STAGES fit into a program's shared memory; wider ones are not prefetched."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -31,22 +29,16 @@ GELU_COLUMNS = 1024
 GELU_COLUMNS_PER_WARP = 512
 """Columns that one warp of GELU computes, 16 in each thread."""
 LOOKUP_COLUMNS = 512
-"""Columns of one program of the embedding's backward; each thread has 4, which are 16 bytes of
-fp32.
-"""
+"""Columns of one program of the embedding's backward: 16 bytes of fp32 in each thread."""
 STAGES = 3
-"""Pipeline stages of the loop over rows: prefetching rows takes a fourth less time than not
-prefetching.
-"""
+"""Stages of the pipeline over rows: with prefetching it takes a fourth less time."""
 SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of partial sums in one program of the last kernel."""
 SUM_WARPS = 8
 CAST_ROWS, CAST_COLUMNS, CAST_WARPS = 64, 128, 8
 """Rows and columns of the tile that one program casts to fp8, and its warps."""
 TRANSPOSED_TYPES = torch.bfloat16, torch.float16
-"""Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to
-wrong places.
-"""
+"""Types that can be transposed: of fp32, Triton 3.6 writes a fourth to wrong places."""
 FP8_TINY: tl.constexpr = tl.constexpr(TINY)
 FP8_MAX: tl.constexpr = tl.constexpr(MAX)
 
@@ -454,9 +446,7 @@ def _bias_gelu_grads(
 
 @triton.jit
 def _gelu_share(x):
-    """GELU(x) / x: (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the
-    sigmoid of 2 u.
-    """
+    """GELU(x) / x: (1 + tanh u) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     return tl.sigmoid((x + x * x * x * CUBIC) * TWICE_ROOT)
 
 

@@ -1,6 +1,4 @@
-"""AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a
-CUDA graph can hold.
-"""
+"""AdamW for fp32 masters and their copies: one launch per kind of weight, also in CUDA graphs."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -64,9 +62,7 @@ class MasterAdamW(EagerOptimizer):
         storage: Storage = IN_FP32,
         **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
-        """Build the optimizer of the masters of `weights`, of which those are split here that
-        `storage` asks for.
-        """
+        """`storage` says how masters and moments are kept; masters are split here if it says so."""
         for weight in weights if storage.splits else ():
             if weight.read is None:
                 weight.split()

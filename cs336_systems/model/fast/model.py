@@ -83,9 +83,7 @@ class FastLM(nn.Module):
             importlib.import_module("torch._dynamo")
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the token after each of `tokens`; raise ValueError for more than the context
-        holds.
-        """
+        """The logits after each of `tokens`; ValueError for more than the context holds."""
         logits = self.padded_logits(tokens)
         vocab_size = self.config.vocab_size
         return logits if logits.shape[-1] == vocab_size else logits[..., :vocab_size]
@@ -164,9 +162,7 @@ class FastLM(nn.Module):
 
 
 def check_device(settings: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a CPU
-    needs none.
-    """
+    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported."""
     if device.type != "cuda":
         return
     for name, package in OF_PACKAGE.items():
@@ -240,9 +236,7 @@ class FastTrainable(Trainable):
             return self.criterion(logits, targets, self.config.model.vocab_size)
 
     def _compiled(self, loss: Loss) -> Loss:
-        """Compile each block in place if the configuration asks for that; else the loss as a whole,
-        as for the reference model.
-        """
+        """Compile each block in place if the configuration asks for that; else the whole loss."""
         if not self.config.compile_blocks:
             return super()._compiled(loss)
         for block in self._fast.layers:

@@ -31,9 +31,7 @@ from .operators import operator
 
 Heads = Float[Tensor, "batch seq heads d_head"]
 PART = 1024
-"""Columns of a row in one program of the kernels of SwiGLU and RoPE, which find the largest
-magnitude of each part.
-"""
+"""Columns of a row in one program of the kernels of SwiGLU and RoPE, which measure each part."""
 
 
 def cut_heads(
@@ -66,9 +64,7 @@ class _CutHeads(torch.autograd.Function):
     def backward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-        """`q`, `k` and `v` are the gradients of heads, which stand side by side in that of
-        `packed`.
-        """
+        """The heads' gradients stand side by side in that of `packed`."""
         of_packed, of_bias, scale = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
         return of_packed, of_bias, None, scale if ctx.is_tagged else None
 
@@ -100,9 +96,7 @@ def _swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def num_parts(x: Float[Tensor, "... columns"], measures: bool) -> int:
-    """How many magnitudes a kernel finds of whose programs each writes a PART of a row of x; 0
-    unless it `measures`.
-    """
+    """How many magnitudes of x there are, one for each PART of a row; 0 unless it `measures`."""
     width = x.shape[-1]
     return x.numel() // width * -(-width // PART) if measures else 0
 
@@ -137,9 +131,7 @@ def rope_heads(
 def _rope_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed` from those of the heads, of which q and k are rotated back, and its
-    magnitudes; none unless `measures`.
-    """
+    """Gradient of `packed` from those of the heads, and its magnitudes; none unless `measures`."""
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
     packed = torch.stack((*turned, v), dim=2).flatten(2)
@@ -150,9 +142,7 @@ def _rope_heads_backward(
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` and of its bias, and the fp8 scale of the former, which is empty unless
-    `measures`.
-    """
+    """Gradients of `packed` and of its bias, and the fp8 scale of the former if it `measures`."""
     packed = torch.stack((q, k, v), dim=2).flatten(2)
     return packed, packed.float().sum(dim=(0, 1)).to(bias_type), scale_if(packed, measures)
 
@@ -247,9 +237,7 @@ def _rotate(packed: Tensor, rotations: Tensor) -> None:
 
 @operator("attention_kernel.attend")
 def _attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Outputs of all heads, side by side, and the logarithm of each query's sum of exponentials, in
-    fp32.
-    """
+    """Outputs of all heads, side by side, and the log-sum-exp of each query's scores, in fp32."""
     q, k, v = (part.transpose(1, 2) for part in parts_of(packed, num_heads))
     values, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     return values.transpose(1, 2).flatten(2).contiguous(), lse.contiguous()

@@ -22,9 +22,7 @@ NUM_WARPS = 4
 BIASED_BLOCK = 256
 """Elements of a part in one program that also sums the gradients of biases."""
 SUM_TILE, SUM_WARPS = (8, 512), 2
-"""Rows and columns that a program reads at once where it sums gradients of biases alone, and its
-warps.
-"""
+"""Rows and columns that a program reads at once for the gradients of biases; its warps."""
 
 
 def swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -82,9 +80,7 @@ def rotate(packed: Tensor, rotations: Tensor) -> None:
 
 
 def rotate_back(packed: Tensor, rotations: Tensor, measures: bool) -> Tensor:
-    """Rotate q and k back, in place, and return the fp8 scale of `packed` after it; empty unless
-    `measures`.
-    """
+    """Rotate q and k back in place; the fp8 scale of the result, empty unless `measures`."""
     largest = _unmeasured(packed, num_parts(packed, measures))
     _launch_rotation(packed, rotations, largest if measures else None, back=True)
     return scale_of(largest).view(1) if measures else largest
@@ -170,9 +166,7 @@ def _launch_rope(
     *,
     back: bool,
 ) -> None:
-    """Split `packed` into rotated q and k, and v; or assemble it from these, with its magnitudes if
-    `largest` is given.
-    """
+    """Split `packed` into q, k and v, or assemble it from them; `largest` gets its magnitudes."""
     width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
         packed,
@@ -192,9 +186,7 @@ def _launch_rope(
 def _launch_rotation(
     packed: Tensor, rotations: Tensor, largest: Tensor | None, *, back: bool
 ) -> None:
-    """Rotate q and k in place, or back; `largest`, if given, gets the magnitudes of all three
-    parts.
-    """
+    """Rotate q and k in place, or back; `largest` gets the magnitudes of all three parts."""
     assert packed.is_contiguous()
     width = packed.shape[-1] // 3
     columns = (2 if largest is None else 3) * width
@@ -259,9 +251,7 @@ def _swiglu_grads(packed, gradient, result, largest, width):
 def _rope_heads(
     packed, q, k, v, rotations, largest, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr
 ):
-    """Split and rotate a part of one row, or put it together, rotate it back and find its largest
-    magnitude.
-    """
+    """Split and rotate a part of a row, or put it together, rotated back, and measure it."""
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(width, COLUMNS)
     cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK)
@@ -343,9 +333,7 @@ def _reduce_packed(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum one of the three parts over every n-th tile of rows, for the bias, and find its largest
-    magnitude.
-    """
+    """Sum one of q, k and v over every n-th tile of rows, and find its largest magnitude."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     part = tl.program_id(2)
@@ -377,9 +365,7 @@ def _reduce_packed(
 
 @triton.jit
 def _rotation(rotations, position, column, inside, D_HEAD: tl.constexpr, BACK: tl.constexpr):
-    """Cosines and sines of the angles of these columns' pairs at one position; of the opposite
-    angles with BACK.
-    """
+    """Cosines and sines of these columns' angles at one position; with BACK of the opposite."""
     at = rotations + position * D_HEAD + column % D_HEAD
     cos, sin = _pairs(tl.load(at, mask=inside))
     if BACK:
@@ -398,7 +384,5 @@ def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr):
 
 @triton.jit
 def _pairs(x):
-    """First and second elements of pairs, split after loading, so that a thread reads several
-    pairs at once.
-    """
+    """First and second elements of pairs, split after they are loaded together."""
     return tl.split(tl.reshape(x, (COLUMNS // 2, 2)))

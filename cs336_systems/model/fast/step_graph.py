@@ -10,9 +10,7 @@ from ...waits import waiting_for
 from ..annotate import annotate
 
 LaunchPhases = Callable[[Sequence[Tensor]], Iterator[Phase]]
-"""Launches the phases of a step, from its tokens and targets, and yields each after it was
-launched.
-"""
+"""Launches the phases of a step from its tokens and targets, and yields each after that."""
 Lap = Callable[[Phase, torch.cuda.Event | None], None]
 """Notes that a phase ends here, or at the event."""
 
@@ -54,9 +52,7 @@ class StepGraph:
         self._graphs: list[tuple[torch.cuda.CUDAGraph, list[Phase], list[torch.cuda.Event]]] = []
         """Each with its phases, and an event at the end of each of them but the last."""
         self.peak_bytes: int | None = None
-        """Peak of allocated memory during the capture, which replays need but do not report;
-        None before it.
-        """
+        """Peak of allocated memory during the capture, which replays need but do not report."""
 
     def __call__(self, batch: Sequence[Tensor], lap: Lap) -> None:
         """One step; `lap` is called after each phase. The next step overwrites its results."""

@@ -28,9 +28,7 @@ from .fp8 import Fp8Scale, KeptScale, Largest, Tag, fp8_linear
 COPY_DTYPE = torch.bfloat16
 """Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
 READ_BYTES = 16
-"""Each part of a packed weight starts at a multiple of this many bytes, which one thread of a
-kernel reads at once.
-"""
+"""A part of a packed weight starts at a multiple of these bytes: one read of a thread."""
 NAN_BITS = 0x7FC00000
 """The bits of a NaN in fp32 whose lower half is 0."""
 MOST_PARTS = 3
@@ -87,9 +85,7 @@ class Weight:
     largest: Tensor | None = None
     """The largest magnitude of the copy in fp32, written with the copy; None if not kept."""
     remainder: Tensor | None = None
-    """What `split_values` returns beside the copy, in the master's shape, if the master is split:
-    it is empty then.
-    """
+    """What `split_values` returns beside the copy of a split master, which is empty itself."""
 
     @property
     def shape(self) -> torch.Size:
@@ -176,9 +172,7 @@ def drop_gradients(weights: Iterable[Weight]) -> None:
 
 
 class Copies(NamedTuple):
-    """Low-precision copies of the weight of a linear layer, or of several packed into one, and of
-    the bias if any.
-    """
+    """Copies of the weight of a linear layer, or of several packed into one, and of the bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -240,9 +234,7 @@ class CopyMaker:
         return self._copy([parameter])
 
     def weights(self, embedding: nn.Parameter, *, is_read: bool) -> tuple[Weight, ...]:
-        """The model's parameters, with their copies; `is_read` if the model reads the `embedding`
-        itself.
-        """
+        """The model's parameters, with copies; `is_read` says if the `embedding` is read itself."""
         if is_read and embedding in self._copied:
             self._copied[embedding].read = LeafSlice(embedding, slice(0, embedding.numel()))
         return tuple(
