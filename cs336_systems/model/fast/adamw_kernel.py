@@ -19,9 +19,7 @@ from .fused_blocks_kernel import magnitude
 from .weights import NAN_BITS, READ_BYTES
 
 CHUNK = 1024
-"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or warps
-are a little slower.
-"""
+"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26; more are a little slower."""
 NUM_WARPS = 4
 NAN: tl.constexpr = tl.constexpr(NAN_BITS)
 
@@ -50,9 +48,9 @@ def _adamw_chunks(
     """Update one chunk of CHUNK elements of one tensor per program.
 
     Program i updates chunk `chunk_numbers[i]` of tensor `chunk_tensors[i]`. A row of `pointers` has
-    a tensor's addresses, in the order of `ChunkedAdamW`'s columns; `sizes` has the tensors' numbers
-    of elements. `steps` is one element, the number of this step. Each tensor has NUM_WIDE gradients
-    in fp32 and NUM_NARROW in bf16. A tensor's last chunk is updated in pieces of PIECE elements.
+    a tensor's addresses, in the order of `ChunkedAdamW`'s columns, and `sizes` its number of
+    elements; `steps` is one element. Each tensor has NUM_WIDE gradients in fp32 and NUM_NARROW in
+    bf16. A tensor's last chunk is updated in pieces of PIECE elements.
     """
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
@@ -63,6 +61,7 @@ def _adamw_chunks(
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
     seed = _mixed(_mixed(step.to(tl.uint32)) + tensor.to(tl.uint32))
+    scalars = correction1, correction2, lr, beta1, beta2, eps, decay
     # A masked load reads element by element, so only a tensor's last chunk is masked. That chunk is
     # updated in small pieces: otherwise the masked code would need more registers, which all
     # programs would have to reserve.
@@ -72,13 +71,7 @@ def _adamw_chunks(
             start,
             size,
             seed,
-            correction1,
-            correction2,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            decay,
+            scalars,
             HAS_COPY,
             IS_SPLIT,
             HAS_LARGEST,
@@ -95,13 +88,7 @@ def _adamw_chunks(
                 piece,
                 size,
                 seed,
-                correction1,
-                correction2,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                decay,
+                scalars,
                 HAS_COPY,
                 IS_SPLIT,
                 HAS_LARGEST,
@@ -119,13 +106,7 @@ def _update(
     start,
     size,
     seed,
-    correction1,
-    correction2,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    decay,
+    scalars,
     HAS_COPY: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_LARGEST: tl.constexpr,
@@ -136,6 +117,7 @@ def _update(
     IS_MASKED: tl.constexpr,
 ):
     """Update SIZE elements from `start` on: load, add up the gradients, apply AdamW, store."""
+    correction1, correction2, lr, beta1, beta2, eps, decay = scalars
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     if HAS_COPY:
@@ -199,8 +181,7 @@ def _elements(row, column, DTYPE: tl.constexpr, start, offsets):
 def _rounded(values, noise):
     """Round fp32 values to bf16 stochastically, so that they are right on average; NaN stays NaN.
 
-    `noise`, uniform from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, and these are then
-    cut off.
+    `noise`, from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, which are then cut off.
     """
     bits = values.to(tl.uint32, bitcast=True) + noise
     bits = tl.where(values == values, bits, NAN)  # the sum could carry NaN's bits over to 0
@@ -219,11 +200,11 @@ class ChunkedAdamW:
     """Update of tensors of one kind: all with or all without a copy, and with gradients of the same
     types.
 
-    `masters` are in fp32; or, if all masters are split, they are the remainders (weights.py). A
-    tensor's gradient is the fp32 sum of those given; bf16 ones come last. Addresses are computed
-    once; only gradients may move between steps. In a CUDA graph gradients do not move: call
-    `upload` once after the capture. `largest` is empty or has one fp32 element per copy, to which
-    the kernel writes the copy's largest magnitude. The moments are all in fp32 or all in bf16.
+    `masters` are in fp32; or, if all are split, they are the remainders (weights.py). A tensor's
+    gradient is the fp32 sum of those given; bf16 ones come last. Only gradients may move between
+    steps, and not in a CUDA graph: call `upload` once after its capture. `largest` is empty or has
+    one fp32 element per copy, which gets its largest magnitude. The moments are all in fp32 or all
+    in bf16.
     """
 
     def __init__(
@@ -235,9 +216,7 @@ class ChunkedAdamW:
         largest: Sequence[Tensor],
         gradient_types: Sequence[torch.dtype],
     ) -> None:
-        """Cut all tensors into chunks of CHUNK elements, one for each program of the kernel, and
-        put the sizes and addresses of the tensors into tables on the device.
-        """
+        """Cut all tensors into chunks, and put sizes and addresses into tables on the device."""
         self._is_split = masters[0].dtype is torch.int16
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
@@ -271,9 +250,7 @@ class ChunkedAdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on
-        the device.
-        """
+        """Update with each tensor's gradients; `steps` is this step's number, on the device."""
         self._place(gradients)
         if self._largest:
             # the programs take the maximum of this and of their chunks
@@ -300,9 +277,7 @@ class ChunkedAdamW:
         )
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Note the gradients' addresses, and upload them if they have changed; in a capture,
-        `upload` must follow.
-        """
+        """Note the gradients' addresses; upload changed ones, unless in a capture."""
         addresses = torch.stack(
             [_addresses(column) for column in zip(*gradients, strict=True)], dim=1
         )

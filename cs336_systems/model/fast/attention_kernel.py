@@ -14,6 +14,7 @@ from torch import Tensor
 from . import packed_kernel
 from .compiled_ahead import keep_kernels
 from .packages import without_compiler
+from .packed import parts_of
 
 # The package reads these when it is imported. Without them each process compiles its kernels anew;
 # what it keeps has its own version and those of its compilers in its place.
@@ -37,8 +38,8 @@ own takes longer.
 
 
 def attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Outputs of all heads, side by side, and the logarithm of each query's sum of exponentials."""
-    q, k, v = _parts(packed, num_heads)
+    """The kernel of `_attend` in packed.py."""
+    q, k, v = parts_of(packed, num_heads)
     batch, seq, _, d_head = q.shape
     if d_head == 64 and SHORT < seq < LONG:
         heads = (part.transpose(1, 2) for part in (q, k, v))
@@ -61,14 +62,12 @@ def attend_backward(
     bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` before its rotation, and of its bias; with `measures` the first's
-    scale.
-    """
+    """The kernel of `_attend_backward` in packed.py."""
     result = torch.empty_like(packed)
-    dq, dk, dv = _parts(result, num_heads)
+    dq, dk, dv = parts_of(result, num_heads)
     values = values.contiguous().unflatten(-1, (num_heads, -1))
     of_values = gradient.contiguous().unflatten(-1, (num_heads, -1))
-    q, k, v = _parts(packed, num_heads)
+    q, k, v = parts_of(packed, num_heads)
     _flash_attn_bwd(q, k, v, values, of_values, lse, causal=True, dq=dq, dk=dk, dv=dv)
     if rotations is not None:
         scale = packed_kernel.rotate_back(result, rotations, measures)
@@ -77,9 +76,3 @@ def attend_backward(
     return result, *packed_kernel.packed_bias_backward(
         result, gradient, bias_type, measures=measures
     )
-
-
-def _parts(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k and v as (batch, seq, heads, d_head)."""
-    q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    return q, k, v

@@ -42,21 +42,20 @@ from .packed import cut_heads, feed_forward, packed_attention, rope_heads, swigl
 from .weights import Copies, CopyMaker
 
 ResidualStream = Float[Tensor, "batch seq d_model"]
+Projected = Float[Tensor, "batch seq thrice_d_model"]
 Hidden = Float[Tensor, "tokens d_hidden"]
-_checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+checkpointed: Callable[..., Any] = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False
+)
+"""Calls a function whose results backward computes again; nothing in a block is random."""
 
 # Constructors below call nn.Module's instead of the base class's, which would allocate parameters.
 
 
 class CopiedLinear(Linear):
-    """x W^T from a copy of W, plus a bias; with fused blocks the kernel that reads the result adds
-    the bias.
-    """
+    """x W^T from a copy of W, plus a bias, which with fused blocks the next kernel adds."""
 
     def __init__(self, linear: Linear, maker: CopyMaker) -> None:
-        """Take over the parameters of `linear`; `maker` makes the low-precision copy of the
-        weight.
-        """
         nn.Module.__init__(self)
         self.weight, self.bias = linear.weight, linear.bias
         self.copies = maker.copies(linear)
@@ -67,31 +66,21 @@ class CopiedLinear(Linear):
             self.deferred_bias = self.copies.bias
             self.copies = self.copies._replace(bias=None)
 
-    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """Multiply x by the transposed weight copy; add the bias unless it is deferred."""
-        return self.copies.matmul(x)[0]
-
     def tagged(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """The result and, in fp8 with fused blocks, its tag (fp8.py); `largest` has the magnitudes
-        of x, if known.
+        """x times the transposed copy, plus the bias unless it is deferred; and, in fp8 with fused
+        blocks, the result's tag (fp8.py). `largest` has the magnitudes of x, if known.
         """
         return self.copies.matmul(x, largest, tags=self._defers)
 
 
 class PackedAttention(SelfAttention):
-    """Attention that computes q, k and v by one matmul; packed attention reads them side by side.
-
-    With fused blocks the next norm adds the bias of the output projection.
-    """
+    """Attention that computes q, k and v by one matmul, side by side."""
 
     output_proj: CopiedLinear
 
     def __init__(self, attention: SelfAttention, maker: CopyMaker) -> None:
-        """Take over the projections of `attention`; `maker` copies the weights of q, k and v into
-        one packed matrix.
-        """
         nn.Module.__init__(self)
         self.num_heads, self._packs = attention.num_heads, maker.settings.packed_attention
         parts = attention.q_proj, attention.k_proj, attention.v_proj
@@ -101,39 +90,32 @@ class PackedAttention(SelfAttention):
 
     def forward(  # type: ignore[override]
         self,
-        x: Float[Tensor, "batch seq d_model"],
+        x: ResidualStream,
         rotations: Rotations | None,
         mask: Mask | None,
         largest: Largest | None = None,
-    ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
-        """Output of attention after its output projection, and the tag of that projection (see
-        `CopiedLinear.tagged`). `largest` has magnitudes of x for its fp8 scale, or is None.
-        """
+    ) -> tuple[ResidualStream, Tag | None]:
+        """The output projection's result, and its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
 
     def project(
-        self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """Queries, keys and values of all heads, side by side, and a tag; `values` computes
-        their bias's gradient.
+        self, x: ResidualStream, largest: Largest | None = None
+    ) -> tuple[Projected, Tag | None]:
+        """Queries, keys and values of all heads, side by side, and a tag; `values` computes their
+        bias's gradient.
         """
         bias = None if self.packed.bias is None else self.packed.bias.detach()
         packed = self.packed._replace(bias=bias)
         return packed.matmul(to_autocast_dtype(x), largest, tags=True)
 
     def values(
-        self,
-        projected: Float[Tensor, "batch seq thrice_d_model"],
-        tag: Tag | None,
-        rotations: Rotations | None,
-        mask: Mask | None,
-    ) -> Float[Tensor, "batch seq d_model"]:
-        """Outputs of all heads, side by side, from the queries, keys and values that `project`
-        returned.
+        self, projected: Projected, tag: Tag | None, rotations: Rotations | None, mask: Mask | None
+    ) -> ResidualStream:
+        """Outputs of all heads, side by side, from what `project` returned.
 
         Attention is PyTorch's, causal, or naive attention if a `mask` is given; with rotations, q
-        and k are rotated by RoPE first. `tag` is the projection's fp8 tag (fp8.py), if it has one.
+        and k are rotated by RoPE first.
         """
         if self._packs:
             return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)
@@ -160,9 +142,6 @@ class CopiedFeedForward(nn.Module):
     range: str = Range.FFN
 
     def __init__(self, ffn: SwiGLU | GeluMLP, maker: CopyMaker) -> None:
-        """Take over the linear layers of `ffn`; `maker` copies their weights, those of SwiGLU's w1
-        and w3 into one packed matrix.
-        """
         super().__init__()
         self._fuses = maker.settings.fused_activations
         self._is_gated = isinstance(ffn, SwiGLU)
@@ -180,9 +159,7 @@ class CopiedFeedForward(nn.Module):
     def forward(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """Output of the feed-forward network, and the tag of its last matmul (see
-        `CopiedLinear.tagged`). `largest` has magnitudes of x for its fp8 scale, or is None.
-        """
+        """Output of the last matmul, and its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             if self._fuses:
                 return feed_forward(
@@ -201,9 +178,7 @@ class CopiedFeedForward(nn.Module):
     def activate(
         self, hidden: Float[Tensor, "... d_hidden"], tag: Tag | None
     ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
-        """Input of w2, from the output of `expand`, and its largest magnitudes if there is a
-        tag.
-        """
+        """Input of w2, from what `expand` returned, and with a tag its largest magnitudes."""
         if self._is_gated:
             return swiglu(hidden, tag)
         if self.deferred_bias is None:
@@ -218,9 +193,6 @@ class CopiedBlock(Block):
     ffn: CopiedFeedForward  # type: ignore[assignment]
 
     def __init__(self, block: Block, maker: CopyMaker) -> None:
-        """Take over the norms of `block`, and build attention and feed-forward network on weight
-        copies.
-        """
         nn.Module.__init__(self)
         self.range = block.range
         self.ln1 = block.ln1
@@ -229,55 +201,39 @@ class CopiedBlock(Block):
         self.ffn = CopiedFeedForward(block.ffn, maker)
 
     def forward(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
-    ) -> Float[Tensor, "batch seq d_model"]:
-        """The residual stream after the block."""
+        self, x: ResidualStream, rotations: Rotations | None, mask: Mask | None
+    ) -> ResidualStream:
         x = x + self.attn(self.ln1(x), rotations, mask)[0]
         output: Tensor = x + self.ffn(self.ln2(x))[0]
         return output
 
 
 class Deferred(NamedTuple):
-    """A residual addition that is left to the next norm: the norm's kernel adds the branch, and the
-    bias if there is one, to the stream before it normalises the sum.
+    """A residual addition that is left to the next norm, whose kernel adds the branch, and the bias
+    if there is one, to the stream before it normalises the sum.
     """
 
-    stream: Float[Tensor, "batch seq d_model"]
-    branch: Float[Tensor, "batch seq d_model"]
+    stream: ResidualStream
+    branch: ResidualStream
     bias: Float[Tensor, " d_model"] | None
     tag: Tag | None = None
-    """Tag of the branch's last matmul (see `Tag` in fp8.py), for the kernel that adds the branch.
-
-    None if the branch is not the result of a matmul in fp8, or if a plain addition reads it.
-    """
+    """Tag of the branch's last matmul, if that is in fp8 and a norm reads the branch (fp8.py)."""
 
 
 class AddNorm(nn.Module):
-    """Adds what was deferred to the residual stream.
-
-    Returns the stream, its norm and, if the norm is to be cast to fp8, the norm's largest
-    magnitudes.
+    """Adds what was deferred to the residual stream. Returns the stream, its norm and, if an fp8
+    matmul reads that, its largest magnitudes.
     """
 
     range: str = Range.NORM
 
     def __init__(self, norm: RMSNorm | LayerNorm, *, feeds_fp8: bool = False) -> None:
-        """Take over the parameters of `norm`; `feeds_fp8` says that an fp8 matmul reads the
-        result.
-        """
         super().__init__()
         self.weight = norm.weight
         self.bias: nn.Parameter | None = getattr(norm, "bias", None)
         self._feeds_fp8 = feeds_fp8
 
-    def forward(
-        self, x: Deferred
-    ) -> tuple[
-        Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None
-    ]:
-        """The stream after the addition, its norm, and the largest magnitudes of the norm if fp8
-        needs them.
-        """
+    def forward(self, x: Deferred) -> tuple[ResidualStream, ResidualStream, Largest | None]:
         stream, branch, branch_bias, tag = x
         with annotate(self.range):
             return add_norm(
@@ -293,9 +249,7 @@ class AddNorm(nn.Module):
 
 
 class DeferredBlock(CopiedBlock):
-    """The reference's block, computed from copies; it defers each residual addition to the next
-    norm.
-    """
+    """The reference's block, computed from copies; it defers each residual addition to a norm."""
 
     ln1: AddNorm  # type: ignore[assignment]
     ln2: AddNorm  # type: ignore[assignment]
@@ -308,9 +262,7 @@ class DeferredBlock(CopiedBlock):
     def forward(  # type: ignore[override]
         self, x: Deferred, rotations: Rotations | None, mask: Mask | None
     ) -> Deferred:
-        """The residual stream after attention, and the feed-forward network's branch, which is
-        still to be added.
-        """
+        """The residual stream after attention, and the branch that is still to be added."""
         stream, normed, largest = self.ln1(x)
         branch, tag = self.attn(normed, rotations, mask, largest)
         stream, normed, largest = self.ln2(
@@ -324,29 +276,22 @@ class SelectiveBlock(DeferredBlock):
     """A block with selective checkpoints (Korthikanti et al. 2022): backward recomputes what is
     large but quick.
 
-    For long sequences attention takes most of the time of a block and least of its memory, so it is
-    not recomputed. A block saves for backward one residual stream, q, k, v, and what fused
-    attention saves.
+    For long sequences attention takes most of the time of a block and least of its memory. So a
+    block saves for backward one residual stream, q, k, v, and what fused attention saves; one that
+    `keeps_hidden` also the result of the feed-forward network's first matmul.
 
     It recomputes the rest: norms, the output projection, and the feed-forward network except its
-    last matmul, because recomputation stops as soon as it has all tensors that backward needs. A
-    block that `keeps_hidden` also saves the result of the feed-forward network's first matmul, and
-    does not recompute it.
+    last matmul, because recomputation stops as soon as it has all tensors that backward needs.
     """
 
     def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool) -> None:
-        """`keeps_hidden` says whether the hidden activations of the feed-forward network are saved
-        for backward, instead of recomputed.
-        """
         super().__init__(block, maker)
         self._keeps_hidden = keeps_hidden
 
     def forward(  # type: ignore[override]
         self, x: Deferred, rotations: Rotations | None, mask: Mask | None
     ) -> Deferred:
-        """The residual stream after attention, and the feed-forward network's branch; attention
-        is causal.
-        """
+        """The residual stream after attention, which is causal, and the branch to be added."""
         del mask
         stream = x.stream + x.branch
         stream = stream if x.bias is None else stream + x.bias
@@ -354,34 +299,29 @@ class SelectiveBlock(DeferredBlock):
         with annotate(self.attn.range):
             values = self.attn.values(projected, tag, rotations, None)
         if self._keeps_hidden:
-            stream, hidden, tag = _checkpoint(self._expand, stream, values)
-            branch = _checkpoint(self._contract, hidden, tag).view_as(stream)
+            stream, hidden, tag = checkpointed(self._expand, stream, values)
+            branch = checkpointed(self._contract, hidden, tag).view_as(stream)
         else:
-            stream, branch = _checkpoint(self._after_attention, stream, values)
+            stream, branch = checkpointed(self._after_attention, stream, values)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
-    def _projected(
-        self, stream: ResidualStream
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """Packed projections q, k and v (batch, seq, 3 d_model) of the normed residual stream, of
-        which backward computes the norm again.
+    def _projected(self, stream: ResidualStream) -> tuple[Projected, Tag | None]:
+        """Projections q, k and v of the normed residual stream; backward computes the norm again.
 
         A compiled block does not compute a matmul again unless a checkpoint tells it to.
         """
         if torch.compiler.is_compiling():
-            return self.attn.project(_checkpoint(self._norm, stream))
-        projected: tuple[Tensor, Tag | None] = _checkpoint(self._project, stream)
+            return self.attn.project(checkpointed(self._norm, stream))
+        projected: tuple[Tensor, Tag | None] = checkpointed(self._project, stream)
         return projected
 
-    def _project(
-        self, stream: ResidualStream
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+    def _project(self, stream: ResidualStream) -> tuple[Projected, Tag | None]:
         """Packed projections of the normed residual stream."""
         normed = self._norm(stream)
         with annotate(self.attn.range):
             return self.attn.project(normed)
 
-    def _norm(self, stream: ResidualStream) -> Float[Tensor, "batch seq d_model"]:
+    def _norm(self, stream: ResidualStream) -> ResidualStream:
         """The residual stream's norm, which attention reads."""
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ln1.range):
             dtype = self.attn.output_proj.copies.weight.dtype
@@ -390,10 +330,7 @@ class SelectiveBlock(DeferredBlock):
     def _after_attention(
         self, stream: ResidualStream, values: ResidualStream
     ) -> tuple[ResidualStream, ResidualStream]:
-        """The rest of the block after attention's heads, which backward recomputes.
-
-        `values` are the outputs of all heads, side by side, before the output projection. The
-        results are the residual stream to which attention's output has been added, and the
+        """The residual stream after attention, whose heads' outputs are `values`, and the
         feed-forward network's output, which the next block adds to it.
         """
         stream, hidden, tag = self._expand(stream, values)
@@ -402,11 +339,8 @@ class SelectiveBlock(DeferredBlock):
     def _expand(
         self, stream: ResidualStream, values: ResidualStream
     ) -> tuple[ResidualStream, Hidden, Tag | None]:
-        """The block from the output projection to the feed-forward network's first matmul.
-
-        `values` are the outputs of all heads, side by side, before the output projection. The
-        results are the residual stream to which attention's output has been added, the first
-        matmul's result and, in fp8, that matmul's tag (`Tag` in fp8.py).
+        """The residual stream after attention, whose heads' outputs are `values`; the result of the
+        feed-forward network's first matmul and, in fp8, its tag.
 
         The matmul's result keeps one row per token. In the shape (batch, seq, d_hidden) it would be
         a view, and torch.compile saves no views for backward.
@@ -421,10 +355,9 @@ class SelectiveBlock(DeferredBlock):
                 return stream, *self.ffn.expand(normed.flatten(0, 1), largest)
 
     def _contract(self, hidden: Hidden, tag: Tag | None) -> Float[Tensor, "tokens d_model"]:
-        """Output of the feed-forward network from its hidden activations: activation, then second
-        matmul.
+        """Output of the feed-forward network from the result of its first matmul.
 
-        The output has no tag, since an addition reads it and not an fp8 matmul's backward.
+        It has no tag, since an addition reads it and not an fp8 matmul's backward.
         """
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ffn.range):
             return self.ffn.w2.copies.matmul(*self.ffn.activate(hidden, tag))[0]
@@ -433,8 +366,7 @@ class SelectiveBlock(DeferredBlock):
         """The block's range; in backward it is inside a range named forward, which marks
         recomputation.
 
-        A compiled block opens no range and must not read the range's name, or each block would be
-        compiled on its own.
+        A compiled block must not read the range's name, or each would be compiled on its own.
         """
         return nullcontext() if torch.compiler.is_compiling() else annotate(self.range)
 
@@ -445,17 +377,14 @@ class FusedEmbedding(Embedding):
     def __init__(
         self, embedding: Embedding, dtype: torch.dtype, copy: Tensor | None = None
     ) -> None:
-        """`dtype` is the type of the result, and so of the whole residual stream. If a `copy` of
-        the table is given, which may have more rows, tokens are looked up in that.
+        """`dtype` is that of the residual stream. If a `copy` of the table is given, which may have
+        more rows, tokens are looked up in that.
         """
         nn.Module.__init__(self)
         self.weight, self.positions = embedding.weight, embedding.positions
         self._dtype, self._copy = dtype, copy
 
-    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
-        """Embeddings of the tokens, plus those of their positions if the model has learned
-        positions.
-        """
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> ResidualStream:
         with annotate(self.range):
             table = self.weight if self._copy is None else self._copy
             x: Tensor = lookup(table, tokens)
@@ -465,16 +394,13 @@ class FusedEmbedding(Embedding):
 
 
 class PaddedHead(nn.Module):
-    """The reference's head, with rows of 0 appended to its weight until their number is a
-    multiple of `multiple`.
+    """The reference's head, with rows of 0 appended to its weight, or to the copy that `maker`
+    makes, until their number is a multiple of `multiple`.
     """
 
     range: str = Range.LM_HEAD
 
     def __init__(self, head: LMHead, multiple: int, maker: CopyMaker | None) -> None:
-        """Take over the weight of `head`. If there is a `maker`, it makes a copy with rows of zeros
-        up to a multiple of `multiple`.
-        """
         super().__init__()
         self.weight = head.weight
         self.copies: Copies | None = None if maker is None else maker.padded(head, multiple)
@@ -485,9 +411,7 @@ class PaddedHead(nn.Module):
         x: Float[Tensor, "... d_model"],
         loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits; or `loss_of(x, weight's copy)` if `loss_of` is given, which needs a model with
-        copies.
-        """
+        """Logits; or `loss_of(x, weight's copy)`, which needs a model with copies."""
         with annotate(self.range):
             if loss_of is not None:
                 assert self.copies is not None

@@ -35,9 +35,7 @@ from .packages import FLASH_4, OF_PACKAGE, QUACK
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 MATMUL_MULTIPLE = 8
-"""Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths
-are far slower.
-"""
+"""Elements that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
 MAX_STREAM_LAYERS = 12
 """Most layers with which a residual stream in bf16 has passed the ladder's gate."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
@@ -54,18 +52,10 @@ def fastest(
 
     `is_usable` says of a package whether it can be used, in the place of `is_installed`.
 
-    On a GPU: bf16 with weights cast once, split masters and, where losses allow it
-    (`can_round_stream`), the residual stream; fused attention; blocks compiled one by one, with
-    fused kernels between their matmuls; on Hopper with the packages of `.[fused]` activations
-    within matmuls (unless parameters are sharded) and, unless another kernel of attention is named,
-    FlashAttention 4; fused loss, AdamW; each phase one CUDA graph (from 4 warm-up steps on); and a
-    vocabulary padded where its size is no multiple of `MATMUL_MULTIPLE`. A GPU known to have no
-    bf16 keeps its precision. A
-    user's own model gets what works for any model: bf16, compilation, fused AdamW. If PyTorch's DDP
-    or FSDP shares the step, weights are not cast once, blocks are not fused and there are no
-    graphs; grouped queries exclude the former two. A user's own model with sharded parameters is
-    not compiled. On a CPU compilation costs more than it saves and bf16 is seldom faster, so both
-    stay as configured. The memory profiler cannot see inside a graph, so it excludes graphs.
+    On a GPU a model of this program gets what `_of_fast_model` says; a user's own gets what works
+    for any: bf16, compilation (unless its parameters are sharded), fused AdamW. A GPU known to have
+    no bf16 keeps its precision. On a CPU compilation costs more than it saves and bf16 is seldom
+    faster, so both stay as configured.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     common = replace(config, optimizer=optimizer)
@@ -97,7 +87,15 @@ def _of_fast_model(
     device_name: str | None,
     is_usable: Callable[[str], bool] | None,
 ) -> dict[str, Any]:
-    """Settings of the fast model on a GPU, in the place of those of `config`."""
+    """Settings of the fast model on a GPU, in the place of those of `config`.
+
+    In bf16 weights are cast once, with split masters and, where losses allow it
+    (`can_round_stream`), the residual stream in bf16; blocks have fused kernels between their
+    matmuls, on Hopper with the packages of `.[fused]` activations within matmuls and, unless
+    another kernel of attention is named, FlashAttention 4. If PyTorch's DDP or FSDP shares the
+    step, or queries are grouped, weights are not cast. Each phase is a CUDA graph from 4 warm-up
+    steps on, and a vocabulary is padded where its size is no multiple of `MATMUL_MULTIPLE`.
+    """
     vocabulary_multiple = config.pad_vocabulary
     if vocabulary_multiple == 1 and config.model.vocab_size % MATMUL_MULTIPLE:
         vocabulary_multiple = NICE_VOCABULARY
@@ -177,9 +175,7 @@ def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
 def can_fuse_activations(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if
-    their width fits.
-    """
+    """Whether QuACK can compute the activation within matmuls: on Hopper, if their width fits."""
     fits = model.d_ff % PACKED_MULTIPLE == 0 and _is_hopper(device_name)
     return fits and (is_usable or packages.is_installed)(QUACK)
 
@@ -187,9 +183,7 @@ def can_fuse_activations(
 def can_pack_attention(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether attention can be FlashAttention 4's: on a Hopper GPU, with its package, for the
-    widths of its heads.
-    """
+    """Whether attention can be FlashAttention 4's: on Hopper, for its widths of heads."""
     return (
         model.d_head in FLASH_4_HEADS
         and _is_hopper(device_name)
@@ -198,7 +192,7 @@ def can_pack_attention(
 
 
 def _is_hopper(device_name: str | None) -> bool:
-    """Whether a GPU of this name is of NVIDIA's Hopper generation; False if it is unknown."""
+    """Whether a GPU of this name is of NVIDIA's Hopper generation; False if unknown."""
     return device_name is not None and bool(_HOPPER.search(device_name))
 
 
@@ -207,8 +201,7 @@ def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | Non
     device or the shape.
 
     On an H200 cuDNN's kernels take 0.5 to 0.75 of the time of flash, causal, with heads of 64 and
-    128 and contexts from 1024 to 32,768. Flash attention is for GPUs that have bf16 (Ampere and
-    later).
+    128 and contexts from 1024 to 32,768. Flash attention needs a GPU that has bf16.
     """
     if device is Device.CPU or device_name is None or model.d_head > FLASH_MAX_HEAD:
         return SdpaBackend.AUTO
@@ -220,9 +213,7 @@ def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | Non
 
 
 def describe_fast(config: RunConfig) -> str:
-    """What is chosen, in one line: `bf16, sdpa attention, cudnn, fused optimizer, compile
-    default, ...`.
-    """
+    """What is chosen, in one line: `bf16, sdpa attention, cudnn, fused optimizer, ...`."""
     words = [str(config.precision)]
     for part in (config.model, config):
         for field, setting in declared(part):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +43,7 @@ def kernel_cache(setting: str) -> Path:
 
 
 def keep_kernels(setting: str) -> None:
-    """Let the package of this setting keep its kernels in that folder; call it before the package
-    is imported.
-    """
+    """Let this setting's package keep its kernels there; call it before the package is imported."""
     os.environ.setdefault(CACHES[setting][0], str(kernel_cache(setting)))
 
 
@@ -53,8 +52,8 @@ def compiling_ahead(config: RunConfig) -> Iterator[None]:
     """Context of work beside which the kernels that the step will call are compiled; it ends when
     they are.
 
-    They are compiled only if another process has had to try the packages' imports, which are there
-    in processes that are forked off it, and if a package has kept no kernels. If one fails or takes
+    They are compiled if a package has kept none, and if another process has had to try the
+    packages' imports: they are there in processes that are forked off it. If one fails or takes
     longer than MAX_S, the step's first call compiles what is missing, and raises what is wrong.
     """
     names = _missing(config) if config.device is Device.CUDA else []
@@ -78,9 +77,7 @@ def compiling_ahead(config: RunConfig) -> Iterator[None]:
 
 
 def _missing(config: RunConfig) -> list[str]:
-    """What is to be compiled side by side: nothing on few cores, where processes would take
-    turns.
-    """
+    """What is to be compiled side by side: nothing on few cores, which processes would share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if cores < MIN_CORES:
         return []
@@ -105,29 +102,29 @@ def _words(name: str, config: RunConfig) -> list[str]:
     return [name, config.device.value, activation, *map(str, sizes)]
 
 
-class Shapes:
-    """Tensors of zeros in the shapes of a block of a model."""
+class Shapes(NamedTuple):
+    """The shapes of a block of a model, and tensors of zeros in them."""
 
-    def __init__(
-        self,
-        device: str,
-        is_gelu: bool,
-        batch: int,
-        seq: int,
-        d_model: int,
-        d_ff: int,
-        num_heads: int,
-    ) -> None:
-        self.batch, self.seq, self.d_model, self.d_ff = batch, seq, d_model, d_ff
-        self.num_heads, self.is_gelu = num_heads, is_gelu
-        self.bias_type = DTYPE if is_gelu else None
-        self.hidden = d_ff if is_gelu else 2 * d_ff
+    device: str
+    is_gelu: bool
+    batch: int
+    seq: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+
+    @property
+    def bias_type(self) -> torch.dtype | None:
+        return DTYPE if self.is_gelu else None
+
+    @property
+    def hidden(self) -> int:
         """Columns of the feed-forward network's first matmul."""
-        self._device = device
+        return self.d_ff if self.is_gelu else 2 * self.d_ff
 
     def zeros(self, *sizes: int, dtype: torch.dtype = DTYPE) -> Tensor:
         """A tensor of zeros."""
-        return torch.zeros(sizes, device=self._device, dtype=dtype)
+        return torch.zeros(sizes, device=self.device, dtype=dtype)
 
     def rows(self, columns: int) -> Tensor:
         """A row for each token of the batch."""
@@ -172,8 +169,6 @@ CALLS: Mapping[str, Sequence[Callable[[Shapes], None]]] = {
 
 
 def compile_kernels(name: str, device: str, activation: str, *sizes: str) -> None:
-    """Compile the kernels of this name for a block of these sizes, in the order of `Shapes`: call
-    them once.
-    """
+    """Compile the kernels of this name by calling them; sizes are in the order of `Shapes`."""
     (call,) = (call for calls in CALLS.values() for call in calls if call.__name__ == name)
     call(Shapes(device, activation == "gelu", *map(int, sizes)))

@@ -22,25 +22,19 @@ def fused_cross_entropy(
     out.
 
     If a gradient is needed, forward already writes it over `logits`, which must not be read again:
-    the linear layer that returned them does not need them for its backward. What forward writes is
-    right as it is if backward begins with 1 / `divisor`; for another gradient of the loss, backward
-    multiplies all of it.
+    the linear layer that returned them does not need them for its backward. It is right if backward
+    begins with 1 / `divisor`; for another gradient of the loss, backward multiplies all of it.
     """
     arguments = logits.flatten(0, 1), targets.flatten(), vocab_size, divisor
-    loss = _FusedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-    return cast(Tensor, loss)
+    return cast(Tensor, _FusedCrossEntropy.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, divisor: int) -> Tensor:
-        """Mean loss over the rows of `logits` (tokens, padded vocabulary); `targets` are token ids.
-
-        If the logits need a gradient, it is written over them and saved for backward.
-        """
         needs_gradient = ctx.needs_input_grad[0]
         count = len(logits) * divisor
-        loss = _losses(logits, targets, vocab_size, count, write_gradients=needs_gradient).mean()
+        loss = _losses(logits, targets, vocab_size, count, needs_gradient).mean()
         ctx.divisor = divisor
         if needs_gradient:
             ctx.save_for_backward(logits)
@@ -48,11 +42,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None]:
-        """Multiply the gradient that forward has computed by what it lacks to `factor`, the
-        gradient of the loss.
-        """
         (gradient,) = ctx.saved_tensors
-        _multiply(gradient, _lacking(factor, ctx.divisor))
+        _multiply(factor, ctx.divisor, gradient)
         return gradient, None, None, None
 
 
@@ -64,17 +55,15 @@ def chunked_cross_entropy(
     chunks: int,
     divisor: int = 1,
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy of the logits x W^T, which are computed for one of `chunks` parts of the
-    tokens at a time.
+    """Mean cross-entropy of the logits x W^T, computed for one of `chunks` parts of the tokens at a
+    time.
 
-    If gradients are needed, forward already computes those of x and W, for a gradient of the loss
-    of 1 / `divisor`, as `fused_cross_entropy` does. That of W is summed over the parts, and rounded
-    to the type of W after each. After Liger Kernel (Hsu et al. 2024).
+    If gradients are needed, forward already computes those of x and W, as `fused_cross_entropy`
+    does. That of W is summed over the parts, and rounded to the type of W after each. After Liger
+    Kernel (Hsu et al. 2024).
     """
-    rows = x.flatten(0, -2)
-    arguments = rows, weight, targets.flatten(), vocab_size, chunks, divisor
-    loss = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-    return cast(Tensor, loss)
+    arguments = x.flatten(0, -2), weight, targets.flatten(), vocab_size, chunks, divisor
+    return cast(Tensor, _ChunkedCrossEntropy.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -88,31 +77,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunks: int,
         divisor: int,
     ) -> Tensor:
-        """Mean loss of the logits x W^T, where x is (tokens, d_model) and `weight` is W (padded
-        vocabulary, d_model).
-
-        Logits exist for one chunk of tokens at a time. Gradients of x and W, if needed, are
-        computed here from each chunk's logits and saved for backward.
-        """
         needs_gradient = any(ctx.needs_input_grad[:2])
         count = len(x) * divisor
         ctx.divisor = divisor
         of_x = torch.empty_like(x) if needs_gradient else None
         of_weight: Tensor | None = None
         losses = []
-        for number, (part, wanted) in enumerate(
-            zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
-        ):
+        parts = zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
+        for number, (part, wanted) in enumerate(parts):
             rows = part.to(weight.dtype)
             logits = rows @ weight.t()
-            losses.append(
-                _losses(logits, wanted, vocab_size, count, write_gradients=needs_gradient)
-            )
+            losses.append(_losses(logits, wanted, vocab_size, count, needs_gradient))
             if of_x is not None:
                 of_x.chunk(chunks)[number].copy_(logits @ weight)
-                of_weight = (
-                    logits.t() @ rows if of_weight is None else of_weight.addmm_(logits.t(), rows)
-                )
+                if of_weight is None:
+                    of_weight = logits.t() @ rows
+                else:
+                    of_weight.addmm_(logits.t(), rows)
             del logits  # before the next part's are allocated
         if needs_gradient:
             ctx.save_for_backward(of_x, of_weight)
@@ -120,21 +101,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply the gradients that forward has computed by what they lack to `factor`, the
-        loss's gradient.
-        """
         of_x, of_weight = ctx.saved_tensors
-        lacking = _lacking(factor, ctx.divisor)
-        _multiply(of_x, lacking)
-        _multiply(of_weight, lacking)
+        _multiply(factor, ctx.divisor, of_x, of_weight)
         return of_x, of_weight, None, None, None, None
 
 
 def _losses(
-    logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool
+    logits: Tensor, targets: Tensor, vocab_size: int, count: int, write_gradients: bool
 ) -> Tensor:
-    """Cross-entropy of each row of `logits` (tokens, padded vocabulary); columns from `vocab_size`
-    on are padding and are ignored.
+    """Cross-entropy of each row of `logits`; columns from `vocab_size` on are padding.
 
     With `write_gradients` the logits are overwritten by the gradient of sum(losses) / `count`.
     """
@@ -161,19 +136,17 @@ def _losses(
     return losses
 
 
-def _lacking(factor: Tensor, divisor: int) -> Tensor:
-    """What a gradient, computed for a gradient of the loss of 1 / `divisor`, is to be multiplied
-    by if it is `factor`.
+def _multiply(factor: Tensor, divisor: int, *gradients: Tensor) -> None:
+    """Multiply in place gradients, computed for a gradient of the loss of 1 / `divisor`, so that
+    they are right for a gradient of `factor`.
     """
-    return factor if divisor == 1 else factor * divisor
+    if divisor != 1:
+        factor = factor * divisor
+    for rows in gradients:
+        if rows.is_cuda:
+            from . import cross_entropy_kernel
 
-
-def _multiply(rows: Tensor, factor: Tensor) -> None:
-    """Multiply a matrix by a scalar tensor, in place."""
-    if rows.is_cuda:
-        from . import cross_entropy_kernel
-
-        cross_entropy_kernel.multiply_rows(rows, factor)
-        torch.autograd.graph.increment_version(rows)
-    else:
-        rows.mul_(factor)
+            cross_entropy_kernel.multiply_rows(rows, factor)
+            torch.autograd.graph.increment_version(rows)
+        else:
+            rows.mul_(factor)

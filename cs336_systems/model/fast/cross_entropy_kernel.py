@@ -13,6 +13,7 @@ from torch import Tensor
 
 BLOCK = 4096
 """Logits that a program holds at once."""
+COLUMNS: tl.constexpr = tl.constexpr(BLOCK)
 LONG_ROW = 16_384
 """From this many logits in a row on, fewer programs with more threads each are faster."""
 VECTOR: tl.constexpr = tl.constexpr(8)
@@ -27,9 +28,9 @@ def losses(
 ) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
-    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count:
-    (softmax - 1 at the target) / count, and 0 in the padding. Logits must lie within 1e38. For a
-    target outside of the vocabulary, the loss is NaN, and 1 is subtracted nowhere.
+    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count, and
+    with 0 in the padding. Logits must lie within 1e38. For a target outside of the vocabulary, the
+    loss is NaN, and 1 is subtracted nowhere.
     """
     result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
@@ -48,19 +49,14 @@ def losses(
         vocab_size,
         logits.shape[1],
         WRITE_GRADIENTS=write_gradients,
-        BLOCK=BLOCK,
         num_warps=num_warps,
     )
     return result
 
 
 def multiply_rows(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if
-    it is 1.
-    """
-    _cross_entropy_scale[(len(rows),)](
-        rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8
-    )
+    """Multiply in place by a factor on the device; rows are left alone if it is 1."""
+    _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], num_warps=8)
 
 
 @triton.jit
@@ -74,10 +70,9 @@ def _cross_entropy_losses(
     vocab_size,
     padded_size,
     WRITE_GRADIENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Write the losses of every n-th row, where n is the number of programs; with WRITE_GRADIENTS
-    overwrite the row's logits with their gradient, times `share`.
+    """Write the losses of every n-th row of n programs; with WRITE_GRADIENTS overwrite its logits
+    with their gradient, times `share`.
     """
     at = logits + tl.program_id(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -89,35 +84,25 @@ def _cross_entropy_losses(
             vocab_size,
             padded_size,
             WRITE_GRADIENTS,
-            BLOCK,
         )
         at += tl.num_programs(0).to(tl.int64) * stride
 
 
 @triton.jit
 def _cross_entropy_row(
-    at,
-    target,
-    loss,
-    share,
-    vocab_size,
-    padded_size,
-    WRITE_GRADIENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    at, target, loss, share, vocab_size, padded_size, WRITE_GRADIENTS: tl.constexpr
 ):
-    """One row's loss by an online softmax (Milakov and Gimelshein 2018), and then its gradient over
-    the logits.
-    """
+    """One row's loss by an online softmax (Milakov and Gimelshein 2018), then its gradient."""
     is_known = (target >= 0) & (target < vocab_size)
     # before it is overwritten
     target_logit = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
-    columns = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    columns = tl.arange(0, COLUMNS // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     # every thread keeps its own running maximum and sum, so threads synchronise only after the last
     # block
-    largest = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // VECTOR,), tl.float32)
-    whole = vocab_size // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    largest = tl.full((COLUMNS // VECTOR,), LOWEST, tl.float32)
+    total = tl.zeros((COLUMNS // VECTOR,), tl.float32)
+    whole = vocab_size // COLUMNS * COLUMNS
+    for start in range(0, whole, COLUMNS):
         x = tl.load(at + start + columns, eviction_policy="evict_last").to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 1))
         powers = tl.exp2(x * LOG2_E - (larger * LOG2_E)[:, None])
@@ -137,11 +122,11 @@ def _cross_entropy_row(
     if WRITE_GRADIENTS:
         # softmax x share = 2 ** (x log2 e - this)
         shift = log_sum * LOG2_E - tl.log2(share)
-        for start in range(0, whole, BLOCK):
+        for start in range(0, whole, COLUMNS):
             x = tl.load(at + start + columns, eviction_policy="evict_first").to(tl.float32)
             gradient = tl.exp2(x * LOG2_E - shift).to(at.dtype.element_ty)
             tl.store(at + start + columns, gradient, eviction_policy="evict_first")
-        for start in range(whole, padded_size, BLOCK):
+        for start in range(whole, padded_size, COLUMNS):
             inside = start + columns < padded_size
             x = tl.load(at + start + columns, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.where(start + columns < vocab_size, tl.exp2(x * LOG2_E - shift), 0.0)
@@ -153,12 +138,12 @@ def _cross_entropy_row(
 
 
 @triton.jit
-def _cross_entropy_scale(rows, stride, factor, size, BLOCK: tl.constexpr):
+def _cross_entropy_scale(rows, stride, factor, size):
     """Multiply one row in place, unless the factor is 1."""
     by = tl.load(factor)
     if by != 1:
         at = rows + tl.program_id(0).to(tl.int64) * stride
-        for start in range(0, size, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
+        for start in range(0, size, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
             x = tl.load(at + columns, mask=columns < size).to(tl.float32)
             tl.store(at + columns, (x * by).to(rows.dtype.element_ty), mask=columns < size)

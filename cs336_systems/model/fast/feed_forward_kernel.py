@@ -35,16 +35,14 @@ def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
     after the other.
 
     Two neighbours, with the same columns or the same rows, share what they load. Two groups of
-    warps take turns: while one multiplies, the other computes its epilogue. On an H100, in the
+    warps take turns: one multiplies while the other computes its epilogue. On an H100, in the
     shapes of small, medium, xl, gpt2 and gpt2-xl, forward and backward, the choice lost at most 3 %
-    to the best of the widths in TILE_COLUMNS.
+    to the best of TILE_COLUMNS.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def time(width: int) -> int:
-        """Time of the whole result in tiles of this width, in units of what a processor takes for
-        one column of a tile.
-        """
+        """Time of all tiles of this width, in that of one column of a tile."""
         tiles = -(-rows // TILE_ROWS) * -(-columns // width)
         return -(-tiles // processors) * (width + FIXED_COLUMNS)
 
@@ -61,9 +59,7 @@ def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
 
 
 def expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Derivative of the activation at x weight^T + bias, and the activation: GELU with a bias;
-    without one SwiGLU, whose derivatives along both factors are side by side.
-    """
+    """The kernel of `_expand` in packed.py."""
     x = x.contiguous()
     tiles = _tiles(len(x), len(weight), x.device)
     slopes = x.new_empty(len(x), len(weight))
@@ -96,9 +92,7 @@ def expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
 def contract_backward(
     gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """gradient weight, multiplied elementwise by `slopes` (the activation's derivative), and the
-    sum of that over rows if there is a bias.
-    """
+    """The kernel of `_contract_backward` in packed.py."""
     gradient, result = gradient.contiguous(), torch.empty_like(slopes)
     rows, width = len(gradient), weight.shape[1]
     tiles = _tiles(rows, width, gradient.device)

@@ -34,9 +34,7 @@ MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
 Largest = Float[Tensor, " parts"]
-"""fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element
-is not.
-"""
+"""fp32 magnitudes whose maximum is a tensor's largest; not finite if an element is not."""
 Fp8Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
@@ -61,9 +59,9 @@ def fp8_linear(
     d_out and the number of rows of x must be multiples of 16 on a GPU, as the configuration sees
     to. x and the weight are saved for backward in fp8: half the bytes of bf16, and cast only once.
 
-    With `tags` the second result is a tag, which must be given to the only operation that reads the
-    first. As the tag's gradient, that operation's backward returns the scale of the result's
-    gradient, which this layer computes otherwise.
+    With `tags` the second result is a tag, for the only operation that reads the first: its
+    backward returns, as the tag's gradient, the scale of the result's gradient, which this layer
+    computes otherwise.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
@@ -74,9 +72,7 @@ def fp8_linear(
 
 
 def scale_of(largest: Largest) -> Fp8Scale:
-    """The fp8 scale, as one element, of a tensor whose largest magnitude is the largest of
-    these.
-    """
+    """The fp8 scale of a tensor whose largest magnitude is the largest of these."""
     return _scales(largest.amax())
 
 
@@ -86,7 +82,7 @@ def _scales(largest: Tensor) -> Tensor:
 
 
 def scale_if(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
-    """The fp8 scale of x as a tensor of one element; an empty tensor unless `is_wanted`."""
+    """The fp8 scale of x as one element; an empty tensor unless `is_wanted`."""
     if not is_wanted:
         return x.new_empty(0, dtype=torch.float32)
     return scale_of(x.abs()).view(1)
@@ -99,20 +95,25 @@ def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
     return x.abs().amax().float().repeat(parts)
 
 
-class KeptScale(NamedTuple):
-    """The scale of a tensor that is kept from step to step, and the magnitudes that it is
-    computed from.
+def keep_tagged(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save for backward the inputs of an operator but the last, a tag, and whether there is one;
+    the operator's second result are magnitudes of its first.
     """
+    *saved, tag = inputs
+    ctx.save_for_backward(*saved)
+    ctx.is_tagged = tag is not None
+    ctx.mark_non_differentiable(output[1])
+
+
+class KeptScale(NamedTuple):
+    """The scale of a tensor that is kept from step to step, and the magnitudes that give it."""
 
     largest: Largest
     scale: Fp8Scale
 
 
 def update_scales(kept: Sequence[KeptScale]) -> None:
-    """Compute the fp8 scales of all these tensors from their magnitudes, in few launches.
-
-    Each tensor must have the same number of magnitudes.
-    """
+    """Compute the scales of all these tensors, with as many magnitudes each, in few launches."""
     with torch.no_grad():
         scales = _scales(torch.stack([tensor.largest for tensor in kept]).amax(dim=1))
         torch._foreach_copy_([tensor.scale for tensor in kept], [*scales.unbind()])
@@ -130,13 +131,6 @@ class _Fp8Linear(torch.autograd.Function):
         reads_tag: bool,
         is_grad_enabled: bool,  # at the call; inside this method it never is
     ) -> tuple[Tensor, Tensor]:
-        """x W^T plus `bias`, computed in fp8, for x (tokens, d_in) and `weight` W (d_out, d_in).
-
-        `largest` are magnitudes of x whose maximum gives its scale, and `weight_scale` is the
-        weight's scale; if either is None, it is computed here. The second result is the tag, a
-        dummy of one element: with `reads_tag`, its gradient carries the fp8 scale of the result's
-        gradient.
-        """
         x_scale = scale_of(_largest_of_rows(x) if largest is None else largest)
         weight_scale = scale_of(_largest_of_rows(weight)) if weight_scale is None else weight_scale
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
@@ -151,11 +145,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, the weight and the bias, from matmuls in fp8.
-
-        `scale` is the gradient of the tag: with `reads_tag` it is the fp8 scale of `gradient`, else
-        it is ignored and the scale is computed from `gradient`.
-        """
+        """With `reads_tag`, `scale`, the tag's gradient, is the fp8 scale of `gradient`."""
         x8_transpose, x_scale, weight8_transpose, weight_scale = ctx.saved_tensors
         scale = scale.view(()) if ctx.reads_tag else scale_of(_largest_of_rows(gradient))
         gradient8, gradient8_transpose = _fp8_casts(gradient, scale, True)
@@ -176,8 +166,8 @@ def _matmul(
 ) -> Tensor:
     """a b, of factors in fp8, times both scales, plus a bias, in `dtype`.
 
-    On a CPU the same factors are multiplied in fp32, because PyTorch's own fp8 matmul overflows to
-    NaN on some processors, and takes a thousand times as long on others.
+    On a CPU the same factors are multiplied in fp32: PyTorch's own fp8 matmul overflows to NaN on
+    some processors, and takes a thousand times as long on others.
     """
     if a.is_cuda:
         return torch._scaled_mm(
@@ -188,11 +178,9 @@ def _matmul(
 
 
 def _largest_of_rows(x: Tensor) -> Tensor:
-    """Largest magnitude of each row of a matrix, of which `scale_of` makes one scale for the whole
-    matrix.
+    """Largest magnitude of each row of a matrix, which `scale_of` reduces to one scale.
 
-    The maximum is in two steps, because the compiler fuses that of a row with the kernel that
-    writes the row, such as a norm.
+    The compiler fuses that of a row with the kernel that writes the row, such as a norm.
     """
     return x.abs().amax(dim=1)
 

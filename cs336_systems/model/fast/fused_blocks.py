@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from .fp8 import Largest, Tag, magnitudes, scale_if
+from .fp8 import Largest, Tag, keep_tagged, magnitudes, scale_if
 from .operators import operator
 
 GELU_PART = 2, 512
@@ -87,14 +87,12 @@ def _add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four results: the sum of stream, branch and the branch's bias; its norm in `dtype`, which is
-    an RMSNorm, or a LayerNorm where there is a `bias`; the norm's statistics; and the largest
-    magnitude of each row of the norm, from which fp8 takes its scale. `tag` carries that of the
-    gradient in backward, and is not used here.
+    """The sum of stream, branch and the branch's bias; its norm in `dtype`, an RMSNorm, or a
+    LayerNorm where there is a `bias`; the norm's statistics; and the magnitude of each row of the
+    norm, of which there are none unless `measures`.
 
     Without a branch the norm is that of the stream, and the sum is empty. The statistics, which
-    backward needs, are 1 / deviation of each row and, for LayerNorm, its mean. There is a magnitude
-    for each row of the norm; none unless `measures`.
+    backward needs, are 1 / deviation of each row and, for LayerNorm, its mean.
     """
     del tag
     total, result = stream, stream.new_empty(0)
@@ -127,10 +125,10 @@ def _add_norm_backward(
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the
-    branch's bias. That of the branch is empty if the stream's has its type, as it is the same then.
+    branch's bias; and the fp8 scale of the branch's gradient, which is empty unless `measures`.
 
-    The last is in `branch_bias_type`, and empty if this is None. Then comes the fp8 scale of the
-    branch's gradient, which is empty unless `measures`.
+    The branch's is empty if it is the same as the stream's, in the same type; that of its bias is
+    empty if `branch_bias_type` is None.
     """
     scale, *means = statistics.unsqueeze(-1)
     of_normed = gradient.float().flatten(0, -2)
@@ -161,17 +159,13 @@ def _add_norm_backward(
 
 @operator("fused_blocks_kernel.bias_gelu")
 def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`bias_gelu`; its last result has a magnitude for each tile of the first, and is empty
-    without a tag.
-    """
+    """`bias_gelu`, with a magnitude for each tile of GELU_PART; without a tag there are none."""
     result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
     return result, magnitudes(result, gelu_parts(x, tag is not None))
 
 
 def gelu_parts(x: Tensor, measures: bool) -> int:
-    """How many magnitudes of GELU's result there are: one for each tile of GELU_PART; 0 unless
-    `measures`.
-    """
+    """How many magnitudes of GELU's result there are, one a tile; 0 unless `measures`."""
     rows, columns = GELU_PART
     width = x.shape[-1]
     return -(-(x.numel() // width) // rows) * -(-width // columns) if measures else 0
@@ -181,11 +175,8 @@ def gelu_parts(x: Tensor, measures: bool) -> int:
 def _bias_gelu_backward(
     x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (..., d_ff) and of the bias (d_ff) from that of GELU(x + bias), computed in
-    fp32 and rounded once.
-
-    The third result is the scale by which x's gradient is divided before its cast to fp8, as one
-    element; it is empty unless `measures`.
+    """Gradients of x and of the bias from that of GELU(x + bias), computed in fp32 and rounded
+    once, and the fp8 scale of the former, which is empty unless `measures`.
     """
     wide = torch.ops.aten.gelu_backward(
         gradient.float(), x.float() + bias.float(), approximate="tanh"
@@ -197,9 +188,7 @@ def _bias_gelu_backward(
 
 @operator()
 def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
-    """The rows of `weight` (vocab, d_model) that `tokens` index, by PyTorch's embedding on a GPU
-    too; only its backward is replaced.
-    """
+    """The rows of `weight` that `tokens` index, by PyTorch's kernel; its backward is replaced."""
     return F.embedding(tokens, weight)
 
 
@@ -258,16 +247,6 @@ def _differentiate_add_norm(
     )
 
 
-def _keep_bias_gelu(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]
-) -> None:
-    """Save for backward what `_differentiate_bias_gelu` needs."""
-    x, bias, tag = inputs
-    ctx.save_for_backward(x, bias)
-    ctx.is_tagged = tag is not None
-    ctx.mark_non_differentiable(output[1])
-
-
 def _differentiate_bias_gelu(
     ctx: Any, gradient: Tensor, _largest: None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -292,5 +271,5 @@ def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)
-_bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_keep_bias_gelu)
+_bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=keep_tagged)
 lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)

@@ -4,7 +4,8 @@ embedding, fp8 casts.
 Everything is read once and written once. Gradients of gains and biases are sums over all rows, in
 two stages: each program of a kernel that reads the rows anyway keeps the sum of its rows, and a
 last kernel adds up the programs' sums. The largest magnitude of what a kernel writes is found in
-the same way. The embedding's backward adds each token's gradient to its row, in no fixed order.
+the same way. Functions have the names of operators in fused_blocks.py and fp8.py, which say what
+they return.
 """
 
 import torch
@@ -17,9 +18,7 @@ from .fused_blocks import GELU_PART
 
 NUM_WARPS = 4
 MAX_STAGED = 4096
-"""Widest row of which STAGES rows fit into a program's shared memory; wider rows are not
-prefetched.
-"""
+"""Widest row of which STAGES fit into a program's shared memory; wider ones are not prefetched."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -30,22 +29,16 @@ GELU_COLUMNS = 1024
 GELU_COLUMNS_PER_WARP = 512
 """Columns that one warp of GELU computes, 16 in each thread."""
 LOOKUP_COLUMNS = 512
-"""Columns of one program of the embedding's backward; each thread has 4, which are 16 bytes of
-fp32.
-"""
+"""Columns of one program of the embedding's backward: 16 bytes of fp32 in each thread."""
 STAGES = 3
-"""Pipeline stages of the loop over rows: prefetching rows takes a fourth less time than not
-prefetching.
-"""
+"""Stages of the pipeline over rows: with prefetching it takes a fourth less time."""
 SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of partial sums in one program of the last kernel."""
 SUM_WARPS = 8
 CAST_ROWS, CAST_COLUMNS, CAST_WARPS = 64, 128, 8
 """Rows and columns of the tile that one program casts to fp8, and its warps."""
 TRANSPOSED_TYPES = torch.bfloat16, torch.float16
-"""Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to
-wrong places.
-"""
+"""Types that can be transposed: of fp32, Triton 3.6 writes a fourth to wrong places."""
 FP8_TINY: tl.constexpr = tl.constexpr(TINY)
 FP8_MAX: tl.constexpr = tl.constexpr(MAX)
 
@@ -61,13 +54,10 @@ def add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Triton's form of the operator `_add_norm` in fused_blocks.py, which says what it returns."""
+    """The kernel of `_add_norm`."""
     del tag
-    stream = stream.contiguous()
-    others = [
-        None if tensor is None else tensor.contiguous()
-        for tensor in (branch, branch_bias, gain, bias)
-    ]
+    stream, gain = stream.contiguous(), gain.contiguous()
+    branch, branch_bias, bias = map(_contiguous, (branch, branch_bias, bias))
     width = stream.shape[-1]
     rows = stream.numel() // width
     total = stream.new_empty(0 if branch is None else stream.shape)
@@ -78,18 +68,17 @@ def add_norm(
     largest = statistics.new_empty(rows if measures else 0)
     _add_norm_values[(rows,)](
         stream,
-        *others,
+        branch,
+        branch_bias,
+        gain,
+        bias,
         total,
         normed,
         statistics,
-        largest,
+        largest if measures else None,
         rows,
         width,
         eps,
-        HAS_BRANCH=branch is not None,
-        HAS_BRANCH_BIAS=branch_bias is not None,
-        IS_CENTRED=bias is not None,
-        MEASURES=measures,
         BLOCK=triton.next_power_of_2(width),
         num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )
@@ -106,9 +95,7 @@ def add_norm_backward(
     branch_bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Triton's form of the operator `_add_norm_backward` in fused_blocks.py, which says what it
-    returns.
-    """
+    """The kernel of `_add_norm_backward`."""
     gradient, total, statistics, gain = (
         tensor.contiguous() for tensor in (gradient, total, statistics, gain)
     )
@@ -125,7 +112,7 @@ def add_norm_backward(
     )
     maxima = partial.new_empty(programs) if measures else None
     _add_norm_grads[(programs,)](
-        None if stream_gradient is None else stream_gradient.contiguous(),
+        _contiguous(stream_gradient),
         gradient,
         total,
         statistics,
@@ -136,11 +123,9 @@ def add_norm_backward(
         maxima,
         rows,
         width,
-        HAS_STREAM=stream_gradient is not None,
         IS_SHARED=is_shared,
         IS_CENTRED=is_centred,
         HAS_BRANCH_BIAS=has_branch_bias,
-        MEASURES=measures,
         BLOCK=block,
         STAGES=STAGES if block <= MAX_STAGED else 1,
         num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
@@ -151,9 +136,7 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of x (..., d_ff) + bias (d_ff) and, with a tag, the largest magnitude of each tile of
-    GELU_PART columns, else an empty tensor.
-    """
+    """The kernel of `_bias_gelu`."""
     measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
@@ -168,10 +151,9 @@ def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tens
         x,
         bias,
         result,
-        largest,
+        largest if measures else None,
         rows,
         width,
-        MEASURES=measures,
         ROWS=rows_of_part,
         BLOCK=block,
         num_warps=block // GELU_COLUMNS_PER_WARP,
@@ -182,9 +164,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tens
 def bias_gelu_backward(
     x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless
-    `measures`.
-    """
+    """The kernel of `_bias_gelu_backward`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -202,7 +182,6 @@ def bias_gelu_backward(
         maxima,
         rows,
         width,
-        MEASURES=measures,
         BLOCK=GELU_COLUMNS,
         STAGES=STAGES,
         num_warps=NUM_WARPS,
@@ -211,9 +190,7 @@ def bias_gelu_backward(
 
 
 def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """Gradient of an embedding table with `num_rows` rows, in fp32: each token's gradient is added
-    to the row of its token.
-    """
+    """The kernel of `_lookup_backward`."""
     result = gradient.new_zeros(num_rows, gradient.shape[-1], dtype=torch.float32)
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     width = gradient.shape[-1]
@@ -224,12 +201,10 @@ def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
-    """A matrix over its scale in fp8, and its transpose, which is empty unless `transposes`; both
-    row-major.
+    """The kernel of `_fp8_casts`.
 
-    Hopper's fp8 matmul needs the inner axis contiguous in both factors: forward multiplies by rows,
-    and backward by columns. If the transpose were made on its own, the matrix would be read from
-    memory once more.
+    Forward multiplies by rows, and backward by columns. If the transpose were made on its own, the
+    matrix would be read from memory once more.
     """
     x = x.contiguous()
     num_rows, num_columns = x.shape
@@ -251,9 +226,14 @@ def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     return result, result.t().contiguous() if transposes and not in_kernel else transpose
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    """The tensor with its elements in order, if there is one."""
+    return None if x is None else x.contiguous()
+
+
 def num_programs(rows: int, block: int, device: torch.device) -> int:
-    """Number of programs of a kernel that loops over rows: enough to keep the memory busy, few
-    enough that each has several rows. A program's registers hold `block` elements.
+    """Programs of a kernel that loops over rows: enough to keep the memory busy, few enough that
+    each has several rows. A program holds `block` elements in registers.
     """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
@@ -267,11 +247,11 @@ def num_programs(rows: int, block: int, device: torch.device) -> int:
 def summed(
     partial: Tensor, last_type: torch.dtype | None, maxima: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the
-    last in `last_type`.
+    """Add up `partial` (sums, programs, width) over the programs: rows in fp32, and the last in
+    `last_type`.
 
-    If `last_type` is None, the last sum is a row too, and the second result is empty. The third
-    result is the fp8 scale of a tensor with these `maxima`; empty if None.
+    If `last_type` is None, the last sum is a row too, and the second result is empty. The third is
+    the fp8 scale of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
@@ -286,10 +266,8 @@ def summed(
         scale,
         programs,
         width,
-        rows.stride(0),
         num_rows,
         0 if maxima is None else maxima.numel(),
-        HAS_MAXIMA=maxima is not None,
         ROWS=SUM_ROWS,
         COLUMNS=SUM_COLUMNS,
         num_warps=SUM_WARPS,
@@ -311,10 +289,6 @@ def _add_norm_values(
     rows,
     width,
     eps,
-    HAS_BRANCH: tl.constexpr,
-    HAS_BRANCH_BIAS: tl.constexpr,
-    IS_CENTRED: tl.constexpr,
-    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Forward of one row: add the branch if there is one, and norm the sum."""
@@ -323,24 +297,24 @@ def _add_norm_values(
     inside = column < width
     at = row * width + column
     x = wide(stream + at, inside)
-    if HAS_BRANCH:
+    if branch is not None:
         x += wide(branch + at, inside)
-        if HAS_BRANCH_BIAS:
+        if branch_bias is not None:
             x += wide(branch_bias + column, inside)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    if IS_CENTRED:
+    if bias is not None:
         mean = tl.sum(x, 0) / width
         tl.store(statistics + rows + row, mean)
         x = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(statistics + row, scale)
     y = x * scale * wide(gain + column, inside)
-    if IS_CENTRED:
+    if bias is not None:
         y += wide(bias + column, inside)
     tl.store(normed + at, y.to(normed.dtype.element_ty), mask=inside)
-    if MEASURES:
+    if largest is not None:
         tl.store(largest + row, tl.max(tl.where(inside, magnitude(y, normed), 0.0), 0))
 
 
@@ -357,11 +331,9 @@ def _add_norm_grads(
     maxima,
     rows,
     width,
-    HAS_STREAM: tl.constexpr,
     IS_SHARED: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     HAS_BRANCH_BIAS: tl.constexpr,
-    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -390,14 +362,14 @@ def _add_norm_grads(
         if IS_CENTRED:
             result -= tl.sum(of_normed, 0) / width
         result *= scale
-        if HAS_STREAM:
+        if stream_gradient is not None:
             result += wide(stream_gradient + at, inside)
         tl.store(of_stream + at, result.to(of_stream.dtype.element_ty), mask=inside)
         if not IS_SHARED:
             tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
         if HAS_BRANCH_BIAS:
             of_branch_bias += result
-        if MEASURES:
+        if maxima is not None:
             largest = tl.maximum(largest, tl.abs(result), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     at = partial + program * width + column
@@ -406,21 +378,13 @@ def _add_norm_grads(
         tl.store(at + programs * width, of_bias, mask=inside)
     if HAS_BRANCH_BIAS:
         tl.store(at + (1 + IS_CENTRED) * programs * width, of_branch_bias, mask=inside)
-    if MEASURES:
+    if maxima is not None:
         tl.store(maxima + program, tl.max(tl.where(inside, magnitude(largest, of_branch), 0.0), 0))
 
 
 @triton.jit
 def _bias_gelu_values(
-    x,
-    bias,
-    result,
-    largest,
-    rows,
-    width,
-    MEASURES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, bias, result, largest, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Forward of a tile of ROWS rows and BLOCK columns, and its largest magnitude."""
     column, is_column = block_columns(width, BLOCK)
@@ -433,11 +397,11 @@ def _bias_gelu_values(
         value = wide(x + at, inside) + biases
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
-        if MEASURES:
+        if largest is not None:
             maxima = tl.maximum(
                 maxima, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
             )
-    if MEASURES:
+    if largest is not None:
         part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(largest + part, tl.max(magnitude(maxima, result), 0))
 
@@ -452,7 +416,6 @@ def _bias_gelu_grads(
     maxima,
     rows,
     width,
-    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -472,20 +435,18 @@ def _bias_gelu_grads(
         of_x *= share * (1 + value * slope * (1 - share))
         tl.store(result + at, of_x.to(result.dtype.element_ty), mask=inside)
         of_bias += of_x
-        if MEASURES:
+        if maxima is not None:
             largest = tl.maximum(largest, tl.abs(of_x), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
-    if MEASURES:
+    if maxima is not None:
         part = program * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + part, tl.max(tl.where(inside, magnitude(largest, result), 0.0), 0))
 
 
 @triton.jit
 def _gelu_share(x):
-    """GELU(x) / x: (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the
-    sigmoid of 2 u.
-    """
+    """GELU(x) / x: (1 + tanh u) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     return tl.sigmoid((x + x * x * x * CUBIC) * TWICE_ROOT)
 
 
@@ -537,10 +498,8 @@ def _reduce_sums(
     scale,
     programs,
     width,
-    stride,
     num_rows,
     num_maxima,
-    HAS_MAXIMA: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -556,9 +515,9 @@ def _reduce_sums(
         sums += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
     result = tl.sum(sums, 0)
     of_rows = tl.where(which < num_rows, width, 0)
-    tl.store(rows + which * stride + column, result, mask=column < of_rows)
+    tl.store(rows + which * width + column, result, mask=column < of_rows)
     tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)
-    if HAS_MAXIMA:  # noqa: SIM102  (known when it is compiled, unlike what follows)
+    if maxima is not None:  # noqa: SIM102  (known when it is compiled, unlike what follows)
         if (tl.program_id(0) == 0) & (which == 0):
             item = tl.arange(0, ROWS * COLUMNS)
             seen = tl.zeros((ROWS * COLUMNS,), tl.float32)

@@ -1,6 +1,4 @@
-"""AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a
-CUDA graph can hold.
-"""
+"""AdamW for fp32 masters and their copies: one launch per kind of weight, also in CUDA graphs."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -49,14 +47,13 @@ class MasterAdamW(EagerOptimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their
     copies.
 
-    The update is that of torch.optim.AdamW on the masters, up to rounding. Steps are counted on the
-    device, so that a graph's replays count too. Weights can be frozen only before the first step.
-    On a CPU PyTorch's operators compute the same, tensor by tensor.
+    The update is that of torch.optim.AdamW, up to rounding. Steps are counted on the device, so
+    that a graph's replays count too. Weights can be frozen only before the first step.
 
-    Moments in bf16 are rounded up or down at random, so that they are right on average. Rounded to
-    nearest, the second moment would not change at all where a step changes it by less than a 512th:
-    mostly so with a beta2 of 0.999, and with 0.95 where it is near the mean squared gradient. The
-    update is computed before the moments are rounded.
+    Moments in bf16 are rounded up or down at random, after the update, so that they are right on
+    average. Rounded to nearest, the second moment would not change at all where a step changes it
+    by less than a 512th: mostly so with a beta2 of 0.999, and with 0.95 where it is near the mean
+    squared gradient.
     """
 
     def __init__(
@@ -65,9 +62,7 @@ class MasterAdamW(EagerOptimizer):
         storage: Storage = IN_FP32,
         **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
-        """Build the optimizer of the master weights in `weights`; `storage` says in which types
-        masters and moments are kept, and masters that are to be split are split here.
-        """
+        """`storage` says how masters and moments are kept; masters are split here if it says so."""
         for weight in weights if storage.splits else ():
             if weight.read is None:
                 weight.split()
@@ -79,9 +74,7 @@ class MasterAdamW(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run one AdamW update of all trained weights that have a gradient, which must be the same
-        weights in every step.
-        """
+        """Update all trained weights that have a gradient: the same weights in every step."""
         del closure
         self._steps += 1
         self._update(self.weights)
@@ -92,9 +85,7 @@ class MasterAdamW(EagerOptimizer):
         drop_gradients(self.weights)
 
     def captured(self) -> None:
-        """Copy addresses to the device after a CUDA graph has captured this step, before its first
-        replay.
-        """
+        """Copy addresses to the device, after a CUDA graph has captured this step."""
         for kernel in self._kernels.values():
             kernel.upload()
 
@@ -129,11 +120,10 @@ class MasterAdamW(EagerOptimizer):
 
         if kind not in self._kernels:
             states = [self.state[weight.master] for weight in weights]
+            masters = [weight.master for weight in weights]
+            remainders = [weight.remainder for weight in weights if weight.remainder is not None]
             self._kernels[kind] = ChunkedAdamW(
-                [
-                    weight.master if weight.remainder is None else weight.remainder
-                    for weight in weights
-                ],
+                remainders or masters,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [weight.copy.values for weight in weights if weight.copy is not None],
@@ -175,8 +165,7 @@ def rounded_at_random(values: Tensor, noise: torch.Generator) -> Tensor:
     """fp32 values in bf16, each rounded to one of its two neighbours, so that it is right on
     average.
 
-    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN, which this
-    could make 0, is kept.
+    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN is kept.
     """
     bits = values.view(torch.int32) + torch.randint(
         2**16, values.shape, generator=noise, dtype=torch.int32

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
@@ -28,6 +27,7 @@ from .blocks import (
     FusedEmbedding,
     PaddedHead,
     SelectiveBlock,
+    checkpointed,
 )
 from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from .fp8 import KeptScale, update_scales
@@ -49,9 +49,6 @@ class FastLM(nn.Module):
     """
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
-        """Build the fast model from the parameters of `reference`, with the optimizations that
-        `settings` switches on.
-        """
         super().__init__()
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
@@ -86,34 +83,27 @@ class FastLM(nn.Module):
             importlib.import_module("torch._dynamo")
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the
-        context holds.
-        """
+        """The logits after each of `tokens`; ValueError for more than the context holds."""
         logits = self.padded_logits(tokens)
         vocab_size = self.config.vocab_size
         return logits if logits.shape[-1] == vocab_size else logits[..., :vocab_size]
 
     def padded_logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq padded"]:
-        """Logits as `forward` returns them, followed by a 0 for each entry that pads the
-        vocabulary.
-        """
-        logits: Tensor = self.lm_head(self._hidden(tokens))
-        return logits
+        """Logits, followed by a 0 for each entry that pads the vocabulary."""
+        return cast("Tensor", self.lm_head(self._hidden(tokens)))
 
     def chunked_loss(
         self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, ""]:
-        """Mean cross-entropy, with the logits of only one part of the tokens in memory at a
-        time.
-        """
-        vocab_size, chunks = self.config.vocab_size, self._settings.loss_chunks
-        loss: Tensor = self.lm_head(
-            self._hidden(tokens),
-            lambda x, weight: chunked_cross_entropy(
-                x, weight, targets, vocab_size, chunks, self._settings.loss_divisor
-            ),
+        """Mean cross-entropy, with the logits of one part of the tokens in memory at a time."""
+        loss_of = partial(
+            chunked_cross_entropy,
+            targets=targets,
+            vocab_size=self.config.vocab_size,
+            chunks=self._settings.loss_chunks,
+            divisor=self._settings.loss_divisor,
         )
-        return loss
+        return cast("Tensor", self.lm_head(self._hidden(tokens), loss_of))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of parameters and copies."""
@@ -141,17 +131,7 @@ class FastLM(nn.Module):
         with attention_backend(backend):
             if is_recomputed:
                 for group in self._groups():
-                    # nothing in a block is random
-                    x = checkpoint(
-                        _run_again,
-                        group,
-                        x,
-                        rotations,
-                        mask,
-                        backend,
-                        use_reentrant=False,
-                        preserve_rng_state=False,
-                    )
+                    x = checkpointed(_run_again, group, x, rotations, mask, backend)
             else:
                 for index, block in enumerate(self.layers):
                     with annotate(block_range(index)):
@@ -182,9 +162,7 @@ class FastLM(nn.Module):
 
 
 def check_device(settings: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a
-    CPU needs no package.
-    """
+    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported."""
     if device.type != "cuda":
         return
     for name, package in OF_PACKAGE.items():
@@ -240,7 +218,6 @@ class FastTrainable(Trainable):
     """The fast model with the parameters of `reference`."""
 
     def __init__(self, reference: TransformerLM, config: RunConfig) -> None:
-        """Build the fast model of `reference`, and choose the fused, compiled or plain loss."""
         self._fast = FastLM(reference, config)
         super().__init__(self._fast, config)
         if config.fused_loss:
@@ -249,8 +226,8 @@ class FastTrainable(Trainable):
             self.criterion = torch.compile(self.criterion)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of a batch: computed in chunks of tokens if the configuration asks for
-        that, else from all logits, whose padded columns the criterion ignores.
+        """Mean cross-entropy of a batch: in chunks of tokens if the configuration asks for that,
+        else from all logits, whose padded columns the criterion ignores.
         """
         if self.config.loss_chunks > 1:
             return self._fast.chunked_loss(tokens, targets)
@@ -259,9 +236,7 @@ class FastTrainable(Trainable):
             return self.criterion(logits, targets, self.config.model.vocab_size)
 
     def _compiled(self, loss: Loss) -> Loss:
-        """Compile each block in place if the configuration asks for that, and return the loss as it
-        is; else compile the loss as a whole, as for the reference model.
-        """
+        """Compile each block in place if the configuration asks for that; else the whole loss."""
         if not self.config.compile_blocks:
             return super()._compiled(loss)
         for block in self._fast.layers:
@@ -269,9 +244,7 @@ class FastTrainable(Trainable):
         return loss
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The configuration's optimizer, or one that updates the parameters and writes their
-        copies.
-        """
+        """The configuration's optimizer; for a model with copies one that writes them too."""
         if not self._fast.weights:
             return super().make_optimizer()
         return MasterAdamW(

@@ -19,8 +19,8 @@ def operator(
     This function computes it on a CPU, and gives the shapes of its results where tensors have no
     data. On a GPU `kernel`, a "module.function" beside this module, takes the same arguments, if
     there is one. Its module is imported on first use: Triton only comes with PyTorch for GPUs, and
-    other packages take seconds to import. An operator that `mutates` arguments returns nothing.
-    Functions declare no shapes, because PyTorch reads a schema from their types.
+    other packages take seconds. An operator that `mutates` arguments returns nothing. Functions
+    declare no shapes, because PyTorch reads a schema from their types.
     """
     module, _, name = kernel.partition(".")
 

@@ -1,6 +1,4 @@
-"""Packages of `.[fused]` that some settings of the fast model need on a GPU, and whether they can
-be used here.
-"""
+"""Packages of `.[fused]` that some settings need on a GPU, and whether they can be used here."""
 
 import contextlib
 import gc
@@ -16,9 +14,7 @@ from ...tried_imports import import_failure
 QUACK, FLASH_4 = "quack-kernels", "flash-attn-4"
 """The packages whose matmuls compute activations too, and of FlashAttention 4."""
 VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
-"""How the versions begin that this project was tested with; what it calls of these packages may
-change in others.
-"""
+"""How the tested versions begin; what is called of these packages may change in others."""
 OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 """The settings that need a package on a GPU."""
 IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
@@ -38,9 +34,7 @@ there is one. A process that has started CUDA cannot be forked into others that 
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version, and can be imported with all that
-    it imports.
-    """
+    """Whether this package is installed in a tested version, and can be imported."""
     return why_unusable(package) is None
 
 

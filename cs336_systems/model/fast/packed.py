@@ -11,11 +11,11 @@ FlashAttention 4 (attention_kernel.py) reads them there, and in forward cuDNN wh
 RoPE rotates them there, and backward writes their gradients side by side too, so that nothing is
 copied between matmul and attention.
 
-The feed-forward network can have its activation inside of the matmuls. Forward computes GELU or
-SwiGLU and its slopes while the first matmul's result is still in registers, and backward multiplies
-by the slopes within the matmul that computes the gradient of the activation. So the activation has
-no kernels of its own, its gradient is never written, and instead of its input, which is as large,
-its slopes are kept. On a GPU QuACK's matmuls do this (feed_forward_kernel.py).
+The feed-forward network can have its activation inside of the matmuls (feed_forward_kernel.py).
+Forward computes GELU or SwiGLU and its slopes while the first matmul's result is still in
+registers, and backward multiplies by the slopes within the matmul that computes the gradient of the
+activation. So the activation has no kernels of its own, its gradient is never written, and its
+slopes are kept instead of its input, which is as large.
 """
 
 from typing import Any, cast
@@ -26,14 +26,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..transformer import Rotations, rotate_pairs
-from .fp8 import Largest, Tag, magnitudes, scale_if, scale_of
+from .fp8 import Largest, Tag, keep_tagged, magnitudes, scale_if, scale_of
 from .operators import operator
 
 Heads = Float[Tensor, "batch seq heads d_head"]
 PART = 1024
-"""Columns of a row in one program of the kernels of SwiGLU and RoPE, which find the largest
-magnitude of each part.
-"""
+"""Columns of a row in one program of the kernels of SwiGLU and RoPE, which measure each part."""
 
 
 def cut_heads(
@@ -42,11 +40,10 @@ def cut_heads(
     num_heads: int,
     tag: Tag | None = None,
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, as views of `packed`, to which `bias` has been added already,
-    without a gradient.
+    """The heads of q, k and v, as views of `packed`, to which `bias` has been added without a
+    gradient.
 
-    Backward of this function computes the gradient of `bias`, and the scale that is the tag's
-    gradient (fp8.py).
+    Backward computes the gradient of `bias`, and the scale that is the tag's gradient (fp8.py).
     """
     assert bias.shape == packed.shape[-1:]
     heads = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
@@ -60,32 +57,29 @@ class _CutHeads(torch.autograd.Function):
     def forward(
         ctx: Any, packed: Tensor, bias: Tensor, num_heads: int, tag: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of q, k and v in `packed` (batch, seq, 3 d_model): (batch, seq, heads, d_head)."""
         ctx.bias_type, ctx.is_tagged = bias.dtype, tag is not None
-        q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
-        return q, k, v
+        return parts_of(packed, num_heads)
 
     @staticmethod
     def backward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-        """The gradients of the arguments of `forward`, from those of its results.
-
-        `q`, `k` and `v` are gradients of shape (batch, seq, heads, d_head). That of `packed` is
-        theirs side by side, (batch, seq, 3 d_model); that of the bias, of its own type, is the sum
-        of this over batch and sequence; `num_heads` has none. A tag carries no number forward: its
-        gradient is the scale with which the gradient of `packed` is rounded to fp8 (fp8.py), None
-        without a tag.
-        """
+        """The heads' gradients stand side by side in that of `packed`."""
         of_packed, of_bias, scale = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
         return of_packed, of_bias, None, scale if ctx.is_tagged else None
+
+
+def parts_of(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of q, k and v in `packed` (batch, seq, 3 d_model): (batch, seq, heads, d_head)."""
+    q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
+    return q, k, v
 
 
 def swiglu(
     packed: Float[Tensor, "... twice_d_ff"], tag: Tag | None = None
 ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
     """silu(gate) x up, whose factors are the halves of the last axis of `packed`; on a GPU computed
-    in fp32 and rounded once, elsewhere rounded after each operation.
+    in fp32 and rounded once.
 
     With a `tag`, that of `packed` (fp8.py), the last result has the first one's largest magnitudes.
     """
@@ -95,48 +89,35 @@ def swiglu(
 
 @operator("packed_kernel.swiglu")
 def _swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`swiglu`; its last result has a magnitude for each PART of a row, and is empty without a
-    tag.
-    """
+    """`swiglu`, with a magnitude for each PART of a row; without a tag there are none."""
     gate, up = packed.contiguous().chunk(2, dim=-1)
     result = F.silu(gate) * up
     return result, magnitudes(result, num_parts(result, tag is not None))
 
 
 def num_parts(x: Float[Tensor, "... columns"], measures: bool) -> int:
-    """How many magnitudes a kernel finds that writes a PART of a row of x in each program; 0
-    unless it `measures`.
-    """
+    """How many magnitudes of x there are, one for each PART of a row; 0 unless it `measures`."""
     width = x.shape[-1]
     return x.numel() // width * -(-width // PART) if measures else 0
 
 
 @operator("packed_kernel.swiglu_backward")
 def _swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed` from the gradient of the result, and the former's magnitudes, of
-    which there are none unless `measures`.
-    """
+    """Gradient of `packed` from that of the result, and its magnitudes; none unless `measures`."""
     gate, up = packed.contiguous().chunk(2, dim=-1)
     of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
     result = torch.cat((of_gate, gradient * F.silu(gate)), dim=-1)
     return result, magnitudes(result, num_parts(gradient, measures))
 
 
+@operator("packed_kernel.rope_heads")
 def rope_heads(
-    packed: Float[Tensor, "batch seq thrice_d_model"], rotations: Rotations, tag: Tag | None = None
-) -> tuple[Heads, Heads, Heads]:
+    packed: Tensor, rotations: Tensor, tag: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The heads of q, k and v, which are side by side in `packed`; q and k are rotated by RoPE.
 
     Backward computes the scale that is the gradient of the `tag` of `packed` (fp8.py).
     """
-    return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(packed, rotations, tag))
-
-
-@operator("packed_kernel.rope_heads")
-def _rope_heads(
-    packed: Tensor, rotations: Tensor, tag: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rope_heads`, for `rotations` (seq, pairs, 2)."""
     del tag
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return (
@@ -150,9 +131,7 @@ def _rope_heads(
 def _rope_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed` from those of the heads, of which q and k are rotated back, and its
-    magnitudes, of which there are none unless `measures`.
-    """
+    """Gradient of `packed` from those of the heads, and its magnitudes; none unless `measures`."""
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
     packed = torch.stack((*turned, v), dim=2).flatten(2)
@@ -163,19 +142,9 @@ def _rope_heads_backward(
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` and `bias`, and the scale of `packed`'s gradient, which is empty
-    unless `measures`.
-    """
+    """Gradients of `packed` and of its bias, and the fp8 scale of the former if it `measures`."""
     packed = torch.stack((q, k, v), dim=2).flatten(2)
     return packed, packed.float().sum(dim=(0, 1)).to(bias_type), scale_if(packed, measures)
-
-
-def _keep_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Any) -> None:
-    """Save for backward what `_differentiate_swiglu` needs."""
-    packed, tag = inputs
-    ctx.save_for_backward(packed)
-    ctx.is_tagged = tag is not None
-    ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate_swiglu(
@@ -197,13 +166,13 @@ def _keep_rotations(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], outp
 def _differentiate_rope_heads(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, None, Tensor | None]:
-    """Gradients of the arguments of `_rope_heads`."""
+    """Gradients of the arguments of `rope_heads`."""
     of_packed, largest = _rope_heads_backward(q, k, v, *ctx.saved_tensors, ctx.is_tagged)
     return of_packed, None, scale_of(largest).view(1) if ctx.is_tagged else None
 
 
-_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
-_rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_rotations)
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=keep_tagged)
+rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_rotations)
 
 
 def packed_attention(
@@ -216,10 +185,10 @@ def packed_attention(
     """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and
     k are overwritten.
 
-    A `bias` has been added to `packed` already, without a gradient; backward of this function
-    computes its gradient, and the scale that is the gradient of the tag (fp8.py). The bias's
-    gradient is computed from two facts: a query's weights sum to 1, and a bias of k changes no
-    weight, which is not so after a rotation: with `rotations` there may be no bias.
+    A `bias` has been added to `packed` already, without a gradient; backward computes its gradient,
+    and the scale that is the gradient of the tag (fp8.py). It needs two facts: a query's weights
+    sum to 1, and a bias of k changes no weight. After a rotation it does: with `rotations` there
+    may be no bias.
     """
     assert rotations is None or (bias is None and packed.shape[1] == len(rotations))
     assert bias is None or bias.shape == packed.shape[-1:]
@@ -228,9 +197,7 @@ def packed_attention(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """An autograd function, because a custom operator with a gradient may not write to its
-    arguments.
-    """
+    """An autograd function: a custom operator with a gradient may not write to its arguments."""
 
     @staticmethod
     def forward(
@@ -241,9 +208,6 @@ class _PackedAttention(torch.autograd.Function):
         bias: Tensor | None,
         tag: Tensor | None,
     ) -> Tensor:
-        """Causal attention of the heads in `packed` (batch, seq, 3 d_model), after RoPE in place if
-        there are `rotations`; the result is (batch, seq, d_model).
-        """
         if rotations is not None:
             _rotate(packed, rotations)
         values, lse = _attend(packed, num_heads)
@@ -256,21 +220,12 @@ class _PackedAttention(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, None, None, Tensor | None, Tensor | None]:
-        """Gradients of `packed`, the bias (if there is one) and the tag, from that of the
-        attention's result.
-        """
         packed, values, lse, rotations = ctx.saved_tensors
         of_packed, of_bias, scale = _attend_backward(
             gradient, packed, values, lse, rotations, ctx.num_heads, ctx.bias_type, ctx.is_tagged
         )
         of_tag = scale if ctx.is_tagged else None
         return of_packed, None, None, None if ctx.bias_type is None else of_bias, of_tag
-
-
-def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
-    """Views of q, k and v as (batch, heads, seq, d_head)."""
-    parts = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    return [part.transpose(1, 2) for part in parts]
 
 
 @operator("packed_kernel.rotate", mutates=("packed",))
@@ -282,12 +237,9 @@ def _rotate(packed: Tensor, rotations: Tensor) -> None:
 
 @operator("attention_kernel.attend")
 def _attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Outputs of all heads, side by side, and the logarithm of each query's sum of exponentials,
-    in fp32.
-    """
-    values, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads(packed, num_heads), 0.0, True
-    )
+    """Outputs of all heads, side by side, and the log-sum-exp of each query's scores, in fp32."""
+    q, k, v = (part.transpose(1, 2) for part in parts_of(packed, num_heads))
+    values, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     return values.transpose(1, 2).flatten(2).contiguous(), lse.contiguous()
 
 
@@ -304,13 +256,14 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `packed` before RoPE and of its bias, and the fp8 scale of the former.
 
-    `gradient` is that of the outputs `values`, and `lse` the log-sum-exp of each query's scores.
-    The bias's gradient is empty if `bias_type` is None; the scale is empty unless `measures`.
+    `gradient` is that of the outputs `values`, and `lse` the logarithm that `_attend` returned. The
+    bias's gradient is empty if `bias_type` is None; the scale is empty unless `measures`.
     """
-    of_values = gradient.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    by_head = values.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    heads = [part.unflatten(-1, (num_heads, -1)) for part in (gradient, values)]
+    heads += parts_of(packed, num_heads)
+    of_values, by_head, q, k, v = (part.transpose(1, 2) for part in heads)
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        of_values, *_heads(packed, num_heads), by_head, lse, 0.0, True
+        of_values, q, k, v, by_head, lse, 0.0, True
     )
     of_packed = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(2)
     if rotations is not None:
@@ -332,8 +285,7 @@ def feed_forward(
     """act(x first^T + bias) second^T: GELU in its tanh approximation with a bias, SwiGLU without
     one.
 
-    For SwiGLU `first` has the rows of the gate and then as many of its other factor; for GELU it
-    has `d_ff` rows.
+    For SwiGLU `first` has `d_ff` rows of the gate and then as many of its other factor.
     """
     assert len(first) == (2 if bias is None else 1) * second.shape[1]
     return cast(Tensor, _FeedForward.apply(x, first, bias, second))  # type: ignore[no-untyped-call]
@@ -344,11 +296,6 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor:
-        """Activation of x first^T + bias, times second^T; the activation's slopes are saved for
-        backward.
-
-        Weights are `first` (d_hidden, d_model) and `second` (d_model, d_ff).
-        """
         rows = x.flatten(0, -2)
         slopes, hidden = _expand(rows, first, bias)
         ctx.save_for_backward(rows, first, second, slopes, hidden)
@@ -357,9 +304,6 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Gradients of x, `first`, its bias (if there is one) and `second`, from that of the
-        result.
-        """
         rows, first, second, slopes, hidden = ctx.saved_tensors
         of_rows = gradient.flatten(0, -2)
         of_second = of_rows.t() @ hidden
@@ -373,8 +317,7 @@ def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
     """Derivative of the activation at x weight^T + bias, and the activation itself: GELU with a
     bias, SwiGLU without.
 
-    The derivative of SwiGLU has two parts, side by side: along the gate, and along the other
-    factor.
+    The derivatives of SwiGLU along the gate and along the other factor are side by side.
     """
     expanded = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if bias is not None:
@@ -393,11 +336,11 @@ def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
 def _contract_backward(
     gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the preactivation that `_expand` computes, and of its bias (empty without one).
+    """Gradient of the preactivation that `_expand` computes, and of its bias, which is empty if
+    `bias_type` is None.
 
-    `gradient` (tokens, d_out) is that of the second matmul's result, `weight` the second matmul's,
-    `slopes` the derivative of the activation. `bias_type` is the type of the bias, or None without
-    one.
+    `gradient` is that of the second matmul's result, `weight` the second matmul's, and `slopes` the
+    derivative of the activation.
     """
     of_hidden = gradient.float() @ weight.float()
     result = of_hidden.repeat(1, slopes.shape[1] // of_hidden.shape[1]) * slopes.float()

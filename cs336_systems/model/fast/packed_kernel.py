@@ -1,5 +1,5 @@
 """The operations after a block's packed matmuls, written in Triton: a program handles a part of one
-token's row.
+token's row. Functions have the names of the operators in packed.py, which say what they return.
 
 Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward
 and 5 times in backward, and the heads take twice the bytes of q, k and v, or only of q and k where
@@ -16,41 +16,36 @@ from .fp8 import scale_of
 from .fused_blocks_kernel import STAGES, block_columns, magnitude, num_programs, summed
 from .packed import PART, num_parts
 
+COLUMNS: tl.constexpr = tl.constexpr(PART)
 NUM_WARPS = 4
 """Warps of a program of PART columns: each thread has 8, which are 16 bytes."""
 BIASED_BLOCK = 256
 """Elements of a part in one program that also sums the gradients of biases."""
 SUM_TILE, SUM_WARPS = (8, 512), 2
-"""Rows and columns that a program reads at once where it sums gradients of biases alone, and its
-warps.
-"""
+"""Rows and columns that a program reads at once for the gradients of biases; its warps."""
 
 
 def swiglu(packed: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """silu(gate) x up for `packed`, whose last axis has the columns of the gate and then those of
-    up; with a tag also the largest magnitude of each PART of a row, else an empty tensor.
-    """
+    """The kernel of `_swiglu`."""
     measures = tag is not None
     packed = packed.contiguous()
     width = packed.shape[-1] // 2
     result = packed.new_empty(*packed.shape[:-1], width)
     largest = _unmeasured(result, num_parts(result, measures))
     _swiglu_values[_grid(result, width)](
-        packed, result, largest, width, MEASURES=measures, BLOCK=PART, num_warps=NUM_WARPS
+        packed, result, largest if measures else None, width, num_warps=NUM_WARPS
     )
     return result, largest
 
 
 def swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed` from the gradient of `swiglu(packed)`, and its magnitudes, of which
-    there are none unless `measures`.
-    """
+    """The kernel of `_swiglu_backward`."""
     packed, gradient = packed.contiguous(), gradient.contiguous()
     width = gradient.shape[-1]
     result = torch.empty_like(packed)
     largest = _unmeasured(result, num_parts(gradient, measures))
     _swiglu_grads[_grid(gradient, width)](
-        packed, gradient, result, largest, width, MEASURES=measures, BLOCK=PART, num_warps=NUM_WARPS
+        packed, gradient, result, largest if measures else None, width, num_warps=NUM_WARPS
     )
     return result, largest
 
@@ -58,51 +53,43 @@ def swiglu_backward(packed: Tensor, gradient: Tensor, measures: bool) -> tuple[T
 def rope_heads(
     packed: Tensor, rotations: Tensor, tag: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split `packed` (batch, seq, 3 d_model) into q, k and v by heads, and rotate q and k by
-    RoPE.
-    """
+    """The kernel of `rope_heads`."""
     del tag
     packed = packed.contiguous()
     d_head = 2 * rotations.shape[1]
     shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)
     q, k, v = (packed.new_empty(shape) for _ in range(3))
-    _launch_rope(packed, q, k, v, rotations, None)
+    _launch_rope(packed, q, k, v, rotations, None, back=False)
     return q, k, v
 
 
 def rope_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of `packed`, a row of q, k and v for each token, and its magnitudes, of which there
-    are none unless `measures`; the gradients of q and k are rotated back.
-    """
+    """The kernel of `_rope_heads_backward`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     largest = _unmeasured(q, num_parts(q.flatten(2), measures))
-    _launch_rope(packed, q, k, v, rotations, largest)
+    _launch_rope(packed, q, k, v, rotations, largest if measures else None, back=True)
     return packed, largest
 
 
 def rotate(packed: Tensor, rotations: Tensor) -> None:
-    """Rotate q and k in place."""
-    _launch_rotation(packed, rotations, None)
+    """The kernel of `_rotate`."""
+    _launch_rotation(packed, rotations, None, back=False)
 
 
 def rotate_back(packed: Tensor, rotations: Tensor, measures: bool) -> Tensor:
-    """Rotate q and k back, in place; the result is the fp8 scale of `packed` after it, as one
-    element, and empty unless `measures`.
-    """
+    """Rotate q and k back in place; the fp8 scale of the result, empty unless `measures`."""
     largest = _unmeasured(packed, num_parts(packed, measures))
-    _launch_rotation(packed, rotations, largest)
+    _launch_rotation(packed, rotations, largest if measures else None, back=True)
     return scale_of(largest).view(1) if measures else largest
 
 
 def cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with
-    `measures` the first's scale.
-    """
+    """The kernel of `_cut_heads_backward`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]
@@ -120,7 +107,6 @@ def cut_heads_backward(
         maxima,
         rows,
         width,
-        MEASURES=measures,
         BLOCK=BIASED_BLOCK,
         STAGES=STAGES,
         num_warps=NUM_WARPS // 4,
@@ -131,12 +117,12 @@ def cut_heads_backward(
 def packed_bias_backward(
     of_packed: Tensor, gradient: Tensor, bias_type: torch.dtype, *, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 scale
-    of the latter.
+    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the latter's
+    fp8 scale.
 
-    `gradient` is that of the outputs of all heads. A query's weights sum to 1, so its sum is that
-    of v's gradient; a bias of k adds the same to all scores of a query, which changes no weight, so
-    that its gradient is 0.
+    `gradient` is that of all heads' outputs. A query's weights sum to 1, so its sum is that of v's
+    gradient; a bias of k adds the same to all scores of a query, which changes no weight, so its
+    gradient is 0.
     """
     assert of_packed.is_contiguous()
     gradient = gradient.contiguous()
@@ -157,7 +143,6 @@ def packed_bias_backward(
         maxima,
         rows,
         width,
-        MEASURES=measures,
         ROWS=tile_rows,
         BLOCK=block,
         STAGES=STAGES,
@@ -172,11 +157,16 @@ def _unmeasured(like: Tensor, parts: int) -> Tensor:
 
 
 def _launch_rope(
-    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, largest: Tensor | None
+    packed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotations: Tensor,
+    largest: Tensor | None,
+    *,
+    back: bool,
 ) -> None:
-    """Split `packed` into rotated q and k, and v; assemble it from these where `largest` is given,
-    which gets its magnitudes if it has room for them.
-    """
+    """Split `packed` into q, k and v, or assemble it from them; `largest` gets its magnitudes."""
     width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
         packed,
@@ -188,21 +178,18 @@ def _launch_rope(
         packed.shape[1],
         width,
         D_HEAD=2 * rotations.shape[1],
-        BACK=largest is not None,
-        MEASURES=largest is not None and largest.numel() > 0,
-        BLOCK=PART,
+        BACK=back,
         num_warps=NUM_WARPS,
     )
 
 
-def _launch_rotation(packed: Tensor, rotations: Tensor, largest: Tensor | None) -> None:
-    """Rotate q and k in place; rotate them back where `largest` is given, which gets the
-    magnitudes of all three parts if it has room for them.
-    """
+def _launch_rotation(
+    packed: Tensor, rotations: Tensor, largest: Tensor | None, *, back: bool
+) -> None:
+    """Rotate q and k in place, or back; `largest` gets the magnitudes of all three parts."""
     assert packed.is_contiguous()
     width = packed.shape[-1] // 3
-    measures = largest is not None and largest.numel() > 0
-    columns = (3 if measures else 2) * width
+    columns = (2 if largest is None else 3) * width
     _rope_packed[packed.numel() // (3 * width), triton.cdiv(columns, PART)](
         packed,
         rotations.contiguous(),
@@ -210,9 +197,7 @@ def _launch_rotation(packed: Tensor, rotations: Tensor, largest: Tensor | None) 
         packed.shape[1],
         width,
         D_HEAD=2 * rotations.shape[1],
-        BACK=largest is not None,
-        MEASURES=measures,
-        BLOCK=PART,
+        BACK=back,
         num_warps=NUM_WARPS,
     )
 
@@ -224,34 +209,30 @@ def _grid(part: Tensor, width: int) -> tuple[int, int]:
 
 @triton.jit
 def _keep_largest(largest, sizes, inside):
-    """Store the largest of a program's magnitudes, the number of the program's part in its row
-    being that of the grid's second axis.
-    """
+    """Store the largest of a program's magnitudes, in the order of the grid."""
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(largest + part, tl.max(tl.where(inside, sizes, 0.0), 0))
 
 
 @triton.jit
-def _swiglu_values(packed, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_values(packed, result, largest, width):
     """SwiGLU of a part of one row, and its largest magnitude."""
     row = tl.program_id(0).to(tl.int64)
-    column, inside = block_columns(width, BLOCK)
+    column, inside = block_columns(width, COLUMNS)
     at = packed + row * 2 * width + column
     gate = tl.load(at, mask=inside).to(tl.float32)
     up = tl.load(at + width, mask=inside).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
     tl.store(result + row * width + column, value.to(result.dtype.element_ty), mask=inside)
-    if MEASURES:
+    if largest is not None:
         _keep_largest(largest, magnitude(value, result), inside)
 
 
 @triton.jit
-def _swiglu_grads(
-    packed, gradient, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr
-):
+def _swiglu_grads(packed, gradient, result, largest, width):
     """Gradients of gate and up of a part of one row, and their largest magnitude."""
     row = tl.program_id(0).to(tl.int64)
-    column, inside = block_columns(width, BLOCK)
+    column, inside = block_columns(width, COLUMNS)
     whole = row * 2 * width + column
     gate = tl.load(packed + whole, mask=inside).to(tl.float32)
     up = tl.load(packed + whole + width, mask=inside).to(tl.float32)
@@ -261,61 +242,40 @@ def _swiglu_grads(
     of_up = of_result * gate * share
     tl.store(result + whole, of_gate.to(result.dtype.element_ty), mask=inside)
     tl.store(result + whole + width, of_up.to(result.dtype.element_ty), mask=inside)
-    if MEASURES:
+    if largest is not None:
         sizes = tl.maximum(magnitude(of_gate, result), magnitude(of_up, result))
         _keep_largest(largest, sizes, inside)
 
 
 @triton.jit
 def _rope_heads(
-    packed,
-    q,
-    k,
-    v,
-    rotations,
-    largest,
-    length,
-    width,
-    D_HEAD: tl.constexpr,
-    BACK: tl.constexpr,
-    MEASURES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    packed, q, k, v, rotations, largest, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr
 ):
-    """Split and rotate a part of one row, or put it together, rotate it back and find its largest
-    magnitude.
-    """
+    """Split and rotate a part of a row, or put it together, rotated back, and measure it."""
     row = tl.program_id(0).to(tl.int64)
-    column, inside = block_columns(width, BLOCK)
-    cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK, BLOCK)
+    column, inside = block_columns(width, COLUMNS)
+    cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK)
     whole, part = packed + row * 3 * width + column, row * width + column
-    turned_q = _rope_part(whole, q + part, cos, sin, inside, BACK, BLOCK)
-    turned_k = _rope_part(whole + width, k + part, cos, sin, inside, BACK, BLOCK)
+    turned_q = _rope_part(whole, q + part, cos, sin, inside, BACK)
+    turned_k = _rope_part(whole + width, k + part, cos, sin, inside, BACK)
     value = tl.load(v + part if BACK else whole + 2 * width, mask=inside)
     tl.store(whole + 2 * width if BACK else v + part, value, mask=inside)
-    if MEASURES:
+    if largest is not None:
         sizes = tl.maximum(magnitude(turned_q, packed), magnitude(turned_k, packed))
         _keep_largest(largest, tl.maximum(sizes, magnitude(value, packed)), inside)
 
 
 @triton.jit
 def _rope_packed(
-    packed,
-    rotations,
-    largest,
-    length,
-    width,
-    D_HEAD: tl.constexpr,
-    BACK: tl.constexpr,
-    MEASURES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    packed, rotations, largest, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr
 ):
     """Rotate a part of the q and k of one row in place; find the largest magnitude of q, k or v."""
     row = tl.program_id(0).to(tl.int64)
-    column, inside = block_columns(2 * width, BLOCK)
-    cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK, BLOCK)
+    column, inside = block_columns(2 * width, COLUMNS)
+    cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK)
     at = packed + row * 3 * width + column
-    turned = _rope_part(at, at, cos, sin, inside, BACK, BLOCK)
-    if MEASURES:
+    turned = _rope_part(at, at, cos, sin, inside, BACK)
+    if largest is not None:
         is_value = (column >= 2 * width) & (column < 3 * width)
         value = tl.load(at, mask=is_value, other=0.0)
         sizes = tl.where(inside, magnitude(turned, packed), magnitude(value, packed))
@@ -324,17 +284,7 @@ def _rope_packed(
 
 @triton.jit
 def _cut_heads_grads(
-    q,
-    k,
-    v,
-    packed,
-    partial,
-    maxima,
-    rows,
-    width,
-    MEASURES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, packed, partial, maxima, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
     """Put together a part of every n-th row of n programs; `partial` gets its sum for the bias."""
     program = tl.program_id(0)
@@ -356,7 +306,7 @@ def _cut_heads_grads(
         of_q += own_q.to(tl.float32)
         of_k += own_k.to(tl.float32)
         of_v += own_v.to(tl.float32)
-        if MEASURES:
+        if maxima is not None:
             largest = tl.maximum(largest, magnitude(own_q, packed))
             of_k_and_v = tl.maximum(magnitude(own_k, packed), magnitude(own_v, packed))
             largest = tl.maximum(largest, of_k_and_v)
@@ -366,7 +316,7 @@ def _cut_heads_grads(
     tl.store(at, of_q, mask=inside)
     tl.store(at + width, of_k, mask=inside)
     tl.store(at + 2 * width, of_v, mask=inside)
-    if MEASURES:
+    if maxima is not None:
         part = program * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + part, tl.max(largest, 0))
 
@@ -379,14 +329,11 @@ def _reduce_packed(
     maxima,
     rows,
     width,
-    MEASURES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum one of the three parts over every n-th tile of rows, for the bias, and find its largest
-    magnitude.
-    """
+    """Sum one of q, k and v over every n-th tile of rows, and find its largest magnitude."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     part = tl.program_id(2)
@@ -394,7 +341,7 @@ def _reduce_packed(
     source = packed + part * width
     stride = 3 * width
     end = rows
-    if not MEASURES:
+    if maxima is None:
         if part == 1:
             end = 0
         if part == 2:
@@ -407,47 +354,35 @@ def _reduce_packed(
         inside = (row < rows)[:, None] & is_column[None, :]
         values = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
         total += values.to(tl.float32)
-        if MEASURES:
+        if maxima is not None:
             largest = tl.maximum(largest, magnitude(values, packed))
     sums = tl.where(part == 1, 0.0, tl.sum(total, 0))
     tl.store(partial + (program * 3 + part) * width + column, sums, mask=is_column)
-    if MEASURES:
+    if maxima is not None:
         at = (program * tl.num_programs(1) + tl.program_id(1)) * 3 + part
         tl.store(maxima + at, tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit
-def _rotation(
-    rotations,
-    position,
-    column,
-    inside,
-    D_HEAD: tl.constexpr,
-    BACK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Cosines and sines of the angles of these columns' pairs at one position; of the opposite
-    angles with BACK.
-    """
+def _rotation(rotations, position, column, inside, D_HEAD: tl.constexpr, BACK: tl.constexpr):
+    """Cosines and sines of these columns' angles at one position; with BACK of the opposite."""
     at = rotations + position * D_HEAD + column % D_HEAD
-    cos, sin = _pairs(tl.load(at, mask=inside), BLOCK)
+    cos, sin = _pairs(tl.load(at, mask=inside))
     if BACK:
         sin = -sin
     return cos, sin
 
 
 @triton.jit
-def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr):
     """Rotate one part of a row from `whole` to `part`, or from `part` to `whole`, and return it."""
-    even, odd = _pairs(tl.load(part if BACK else whole, mask=inside).to(tl.float32), BLOCK)
-    turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK,))
+    even, odd = _pairs(tl.load(part if BACK else whole, mask=inside).to(tl.float32))
+    turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (COLUMNS,))
     tl.store(whole if BACK else part, turned.to(whole.dtype.element_ty), mask=inside)
     return turned
 
 
 @triton.jit
-def _pairs(x, BLOCK: tl.constexpr):
-    """First and second elements of pairs, split after loading, so that a thread reads several
-    pairs at once.
-    """
-    return tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+def _pairs(x):
+    """First and second elements of pairs, split after they are loaded together."""
+    return tl.split(tl.reshape(x, (COLUMNS // 2, 2)))

@@ -10,22 +10,20 @@ from ...waits import waiting_for
 from ..annotate import annotate
 
 LaunchPhases = Callable[[Sequence[Tensor]], Iterator[Phase]]
-"""Launches the phases of a step, from its tokens and targets, and yields each after it was
-launched.
-"""
+"""Launches the phases of a step from its tokens and targets, and yields each after that."""
 Lap = Callable[[Phase, torch.cuda.Event | None], None]
 """Notes that a phase ends here, or at the event."""
 
 
 class StepGraph:
-    """Runs the phases of a step: the first steps eagerly; the next step captures graphs, and later
+    """Runs the phases of a step: the first steps eagerly; the next one captures graphs, and later
     ones replay these.
 
-    Every call is one training step, including the one that captures. The batch is copied to where
-    the graphs read it. Each phase has a graph of its own, because clocks and profilers see no
-    boundary inside a graph; the device goes from one graph to the next without waiting for the
-    host. A phase whose kernels begin in the phase before, such as collectives that start in
-    backward, shares its graph; an event that the graph records tells where the first ends.
+    The batch is copied to where the graphs read it. Each phase has a graph of its own, because
+    clocks and profilers see no boundary inside a graph; the device goes from one graph to the next
+    without waiting for the host. A phase whose kernels begin in the phase before, such as
+    collectives that start in backward, shares its graph, which records an event where the first
+    ends.
     """
 
     def __init__(
@@ -35,10 +33,8 @@ class StepGraph:
         captured: Callable[[], None],
         joined: Collection[Phase],
     ) -> None:
-        """`order` lists the phases that `phases` yields; `captured` is called between capture and
-        first replay.
-
-        Phases of `joined` share the graph of the phase before.
+        """`order` lists the phases that `phases` yields, of which those of `joined` share the graph
+        of the phase before; `captured` is called between capture and first replay.
         """
         self._phases = phases
         self._groups: list[list[Phase]] = []
@@ -56,9 +52,7 @@ class StepGraph:
         self._graphs: list[tuple[torch.cuda.CUDAGraph, list[Phase], list[torch.cuda.Event]]] = []
         """Each with its phases, and an event at the end of each of them but the last."""
         self.peak_bytes: int | None = None
-        """Peak of allocated memory during the capture, which replays need but do not report;
-        None before it.
-        """
+        """Peak of allocated memory during the capture, which replays need but do not report."""
 
     def __call__(self, batch: Sequence[Tensor], lap: Lap) -> None:
         """One step; `lap` is called after each phase. The next step overwrites its results."""
@@ -80,17 +74,13 @@ class StepGraph:
                 lap(phase, end)
 
     def release(self) -> None:
-        """Free the graphs: NCCL does not destroy its communicator until no graph holds a
-        collective any more.
-        """
+        """Free the graphs: NCCL keeps its communicator while a graph holds a collective."""
         for graph, _, _ in self._graphs:
             graph.reset()
         self._graphs.clear()
 
     def _eagerly(self, batch: Sequence[Tensor], lap: Lap) -> None:
-        """Run on the capture's stream, so that autograd and the libraries initialise there
-        before the capture.
-        """
+        """Run on the capture's stream, so that autograd and the libraries initialise there."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):

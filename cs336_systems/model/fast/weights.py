@@ -13,6 +13,7 @@ copy lacks, and the master is known to the last bit.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,7 @@ from .fp8 import Fp8Scale, KeptScale, Largest, Tag, fp8_linear
 COPY_DTYPE = torch.bfloat16
 """Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
 READ_BYTES = 16
-"""Each part of a packed weight starts at a multiple of this many bytes, which one thread of a
-kernel reads at once.
-"""
+"""A part of a packed weight starts at a multiple of these bytes: one read of a thread."""
 NAN_BITS = 0x7FC00000
 """The bits of a NaN in fp32 whose lower half is 0."""
 MOST_PARTS = 3
@@ -37,9 +36,7 @@ MOST_PARTS = 3
 
 
 class Received(NamedTuple):
-    """Gradients of the same elements that other ranks have sent, each as one axis, in the order
-    of the ranks.
-    """
+    """Gradients of the same elements that other ranks have sent, each as one axis, by rank."""
 
     gradients: tuple[Tensor, ...]
     before: int
@@ -61,10 +58,8 @@ class LeafSlice:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients to add up, each as one axis: this rank's alone, or of all ranks in their order
-        if others sent any.
-
-        Empty if the leaf has no gradient.
+        """Gradients to add up, each as one axis: none if the leaf has none, this rank's alone, or
+        those of all ranks in their order if others sent any.
         """
         if self.leaf.grad is None:
             return []
@@ -82,23 +77,15 @@ class Weight:
     name: str
     """The name of the parameter; of a part of several, all their names."""
     master: Tensor
-    """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some
-    parameters.
-    """
+    """What the optimizer updates, in fp32."""
     read: LeafSlice | None
     """Where the model reads the master itself; None if it reads the copy only."""
     copy: LeafSlice | None = None
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
-    """The largest magnitude of the copy in fp32, updated whenever the copy is written; None if
-    not kept.
-    """
+    """The largest magnitude of the copy in fp32, written with the copy; None if not kept."""
     remainder: Tensor | None = None
-    """What `split_values` returns beside the copy, in the master's shape; the master itself is then
-    empty.
-
-    None if the master is whole.
-    """
+    """What `split_values` returns beside the copy of a split master, which is empty itself."""
 
     @property
     def shape(self) -> torch.Size:
@@ -107,9 +94,7 @@ class Weight:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the master requires a gradient; the copy's leaf always does, as it may hold
-        trained weights too.
-        """
+        """Whether the master requires a gradient; the copy's leaf always does."""
         return self.master.requires_grad
 
     @property
@@ -118,13 +103,9 @@ class Weight:
         return [place for place in (self.read, self.copy) if place is not None]
 
     def gradients(self) -> list[Tensor]:
-        """Gradients to add up to the weight's: those of the master and of the copy, if there are
-        any.
-        """
-        gradients: list[Tensor] = []
-        for place in self.places:
-            gradients += [gradient.view(self.shape) for gradient in place.gradients]
-        return gradients
+        """Gradients to add up to the weight's: those of the master and of the copy, if any."""
+        gradients = chain.from_iterable(place.gradients for place in self.places)
+        return [gradient.view(self.shape) for gradient in gradients]
 
     def values(self) -> Tensor:
         """The master in fp32: the tensor itself, or a new one if the master is split."""
@@ -147,9 +128,8 @@ class Weight:
                 self.largest.copy_(self.copy.values.abs().amax())
 
     def refresh(self) -> None:
-        """Update the copy from the master, which must hold its values.
-
-        If there is a remainder, renew it too, and empty the master, as it is split again.
+        """Update the copy, and the remainder if there is one, from the master, which must hold its
+        values and is emptied again if it is split.
         """
         self.store(self.master.detach())
         if self.remainder is not None:
@@ -163,10 +143,10 @@ class Weight:
 
 
 def split_values(values: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-    """fp32 values rounded to bf16, halves away from zero, and what each lost by that, as int16.
+    """fp32 values rounded to bf16, halves away from zero, and the difference of the bits of the
+    two, as int16.
 
-    The second is the difference of the bits of the value and of its copy, as integers. NaN stays
-    NaN, one of several.
+    NaN stays NaN, one of several.
     """
     bits = values.contiguous().view(torch.int32)
     # else the sum could carry NaN's bits over to 0
@@ -180,7 +160,7 @@ def joined_values(copy: Tensor, remainder: Tensor) -> Float[Tensor, "..."]:
 
 
 def whole(name: str, master: nn.Parameter) -> Weight:
-    """Wrap a parameter that the model reads directly, without a low-precision copy."""
+    """The weight of a parameter that the model reads itself, without a copy."""
     return Weight(name=name, master=master, read=LeafSlice(master, slice(0, master.numel())))
 
 
@@ -192,9 +172,7 @@ def drop_gradients(weights: Iterable[Weight]) -> None:
 
 
 class Copies(NamedTuple):
-    """Low-precision copies of the weight of a linear layer, or of several packed into one, and
-    of the bias if any.
-    """
+    """Copies of the weight of a linear layer, or of several packed into one, and of the bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -220,7 +198,6 @@ class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
 
     def __init__(self, settings: RunConfig, model: nn.Module) -> None:
-        """`settings` say in which types the weights of `model` are copied."""
         self.settings = settings
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # with several ranks, a block's copies may be gathered only just before the block runs
@@ -233,9 +210,7 @@ class CopyMaker:
         """
 
     def copies(self, *layers: Linear) -> Copies:
-        """Copies for one layer of a block, or packed into one weight and bias for layers that
-        read the same tensor.
-        """
+        """Copies for one layer of a block, or for several that read the same tensor, packed."""
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         bias = self._copy(biases) if biases else None
@@ -247,9 +222,7 @@ class CopyMaker:
         return Copies(self._copy(weights, largest=largest), bias, True, scale)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
-        """A copy with rows of 0 appended until their number is a multiple of `multiple`; never
-        in fp8.
-        """
+        """A copy with rows of 0 appended up to a multiple of `multiple`; never in fp8."""
         return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
 
     def table(self, parameter: nn.Parameter) -> Tensor:
@@ -261,9 +234,7 @@ class CopyMaker:
         return self._copy([parameter])
 
     def weights(self, embedding: nn.Parameter, *, is_read: bool) -> tuple[Weight, ...]:
-        """The model's parameters, with their copies if they have any; of those at most the
-        `embedding` is read itself.
-        """
+        """The model's parameters, with copies; `is_read` says if the `embedding` is read itself."""
         if is_read and embedding in self._copied:
             self._copied[embedding].read = LeafSlice(embedding, slice(0, embedding.numel()))
         return tuple(
@@ -274,18 +245,12 @@ class CopyMaker:
     def _copy(
         self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None
     ) -> Tensor:
-        """A leaf with copies of the masters, stacked by rows, and `surplus` rows of 0.
-
-        If `largest` is given, its elements keep the largest magnitudes of the copies.
+        """A leaf with copies of the masters, stacked by rows, and `surplus` rows of 0; `largest`
+        gets the magnitude of each copy.
         """
         first, num_rows = masters[0], sum(len(master) for master in masters)
-        source = torch.zeros(
-            num_rows + surplus,
-            *first.shape[1:],
-            dtype=COPY_DTYPE,
-            device=first.device,
-            requires_grad=True,
-        )
+        shape = num_rows + surplus, *first.shape[1:]
+        source = torch.zeros(shape, dtype=COPY_DTYPE, device=first.device, requires_grad=True)
         start = 0
         for number, master in enumerate(masters):
             place = LeafSlice(source, slice(start, start + master.numel()))

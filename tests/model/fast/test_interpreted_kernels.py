@@ -223,7 +223,7 @@ fused_blocks_kernel.SUM_ROWS, fused_blocks_kernel.SUM_COLUMNS = (
 for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), (1, 2, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
     x = torch.randn(batch, seq, 3 * heads * d_head)
-    same(packed._rope_heads, kernel.rope_heads, x, rotations, None)
+    same(packed.rope_heads, kernel.rope_heads, x, rotations, None)
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
     for measures in (False, True):

@@ -99,7 +99,7 @@ def test_heads(shape, dtype, device):
     rotations = rope_rotations(seq, d_head, 10_000.0).to(device)
     x = made(batch, seq, 3 * heads * d_head, dtype=dtype, device=device)
     wide = x.detach().float().requires_grad_()
-    result, expected = packed.rope_heads(x, rotations), heads_of_parts(wide, rotations)
+    result, expected = packed.rope_heads(x, rotations, None), heads_of_parts(wide, rotations)
     gradients = (
         made(3, batch, heads, seq, d_head, dtype=dtype, device=device)
         .detach()
@@ -163,7 +163,7 @@ def test_pytorch_finds_the_operators_well_made(device):
     rotations = rope_rotations(4, 8, 10_000.0).to(device)
     for tag in (None, torch.zeros(1, device=device, requires_grad=True)):
         check_operator(packed._swiglu, x, tag)
-        check_operator(packed._rope_heads, x, rotations, tag)
+        check_operator(packed.rope_heads, x, rotations, tag)
     parts = x.detach().view(2, 4, 3, 2, 8).unbind(2)
     check_operator(packed._cut_heads_backward, *parts, torch.bfloat16, True)
 
