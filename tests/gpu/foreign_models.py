@@ -148,10 +148,13 @@ def gpt2_in_float8(
     context_length: int, vocab_size: int, d_model: int, num_layers: int, num_heads: int
 ) -> nn.Module:
     """nanoGPT's model of the size that the command names, whose blocks' linear layers torchao turns
-    into fp8 with one scale for each tensor. The head stays as it is, as in `--fp8`.
+    into fp8 with one scale for each tensor. The head stays as it is, as in `--fp8`. Each block is
+    compiled, because the whole of gpt2-xl takes minutes.
     """
     from torchao.float8 import convert_to_float8_training
 
     model = NanoGPT(context_length, vocab_size, d_model, num_layers, num_heads)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name.startswith("h."))
+    for block in model.h:
+        block.compile()
     return model
