@@ -13,7 +13,7 @@ trace. Times are whole nanoseconds, so that sums are exact.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -163,7 +163,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
     is_recomputed[rows] = modules.is_forward(thread, time) & _is_backward(phase[rows])
     return Jobs(
-        **{field.name: getattr(work, field.name) for field in fields(work)},
+        **work.by_name(),
         is_copy=np.arange(len(work)) >= len(trace.kernels),
         collective=collective,
         phase=phase,
@@ -299,9 +299,9 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     if not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
     is_launching = attribution.trace.named(calls, ApiCallKind.LAUNCH.is_done_by)
-    launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
-    has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
-    is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())
+    has_launched = steps.number_of(calls.start_ns[is_launching]) > 0
+    first, last = calls.start_ns.min(), calls.start_ns.max()
+    is_outside = (steps.end_ns <= first) | (steps.start_ns > last)
     return is_empty, ~(is_empty & (has_launched | is_outside))
 
 
@@ -376,8 +376,7 @@ def _windows(attribution: Attribution, steps: StepTimes, *, is_whole_trace: bool
 
 def frame_of(times: Times) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
-    frame = pd.DataFrame({field.name: getattr(times, field.name) for field in fields(times)})
-    return frame.assign(duration_ns=times.duration_ns)
+    return pd.DataFrame(times.by_name()).assign(duration_ns=times.duration_ns)
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:

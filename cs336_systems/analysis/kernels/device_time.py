@@ -168,8 +168,7 @@ def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:
     step.
     """
     calls = host.calls
-    time = np.sort(calls.start_ns[host.does(ApiCallKind.STREAM_WAIT)])
-    waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
+    waits = windows.number_of(calls.start_ns[host.does(ApiCallKind.STREAM_WAIT)]) > 0
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
     last[windows.step[waits]] = np.flatnonzero(waits)  # the last assignment stays

@@ -64,6 +64,12 @@ class Times(Columns):
         """All stretches of these rows together."""
         return Union(self.start_ns[rows], self.end_ns[rows])
 
+    def number_of(self, time: Ints) -> Ints:
+        """How many of these times lie in each stretch."""
+        ordered = np.sort(time)
+        begun = np.searchsorted(ordered, self.start_ns)
+        return np.searchsorted(ordered, self.end_ns) - begun
+
     def cover(self, time: Ints) -> Mask:
         """Whether each time lies in one of the stretches."""
         is_inside: Mask = self.union().within(time, time + 1) > 0

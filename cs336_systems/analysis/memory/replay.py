@@ -11,7 +11,7 @@ existed before the recording.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -214,7 +214,7 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     held, notes_on_held = _held_throughout(memory, recorded)
     lifetimes = joined(recorded, held)
     notes_on_sizes = _notes_on_sizes(lifetimes, len(memory.events), settings)
-    columns = {field.name: getattr(lifetimes, field.name) for field in fields(Lifetimes)}
+    columns = lifetimes.by_name()
     segments = _segments(memory)
     columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
     allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
