@@ -90,6 +90,15 @@ def runs(codes: Ints) -> tuple[Ints, Ints]:
     return first, behind - 1
 
 
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """A table with as many rows for each count: to which count a row belongs, and its place among
+    the rows of that.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - first[owner]
+
+
 SQLITE_MAGIC = b"SQLite format 3\0"
 GZIP_MAGIC = b"\x1f\x8b"
 ZIP_MAGIC = b"PK\x03\x04"

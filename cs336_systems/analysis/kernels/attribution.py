@@ -129,13 +129,11 @@ class _Modules:
 
     def at(self, thread: Ints, time: Ints) -> Ints:
         """The innermost module range of each launch."""
-        module: Ints = np.append(self._rows, -1)[self._modules.at(thread, time)]
-        return module
+        return np.append(self._rows, -1)[self._modules.at(thread, time)]
 
     def is_forward(self, thread: Ints, time: Ints) -> Mask:
         """Whether each launch is inside a forward range of its thread."""
-        inside: Mask = self._forwards.at(thread, time) >= 0
-        return inside
+        return self._forwards.at(thread, time) >= 0
 
 
 def _is_backward(phase: Codes) -> Mask:
@@ -276,9 +274,11 @@ def select_steps(attribution: Attribution) -> Selection:
         never = np.zeros(1, dtype=np.bool_)
         profiled = StepTimes(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=never)
     labels = tuple(attribution.plan.labels[number] for number in used)
+    if all(label == StepLabel() for label in labels):
+        labels = ()
     return Selection(
         steps=profiled,
-        labels=labels if any(label != StepLabel() for label in labels) else (),
+        labels=labels,
         windows=_windows(attribution, profiled, is_whole_trace=not len(used)),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
@@ -316,8 +316,7 @@ def _cut_off(attribution: Attribution) -> Mask:
         return np.zeros(len(steps), dtype=np.bool_)
     beyond = lost[(lost < launch.min()) | (lost > launch.max())]
     in_step = steps.at(beyond)
-    is_cut: Mask = np.bincount(in_step[in_step >= 0], minlength=len(steps)) >= MIN_LOST
-    return is_cut
+    return np.bincount(in_step[in_step >= 0], minlength=len(steps)) >= MIN_LOST
 
 
 def _notes_on_steps(is_empty: Mask, is_recorded: Mask, is_cut: Mask) -> Iterator[str]:
@@ -366,7 +365,8 @@ def _windows(attribution: Attribution, steps: StepTimes, *, is_whole_trace: bool
     start, end = windows.start_ns, windows.end_ns
     if is_whole_trace:
         # what was launched before the first event of the device is a part of the file too
-        start, end = (np.clip(time, steps.start_ns[0], steps.end_ns[0]) for time in (start, end))
+        bounds = steps.start_ns[0], steps.end_ns[0]
+        start, end = np.clip(start, *bounds), np.clip(end, *bounds)
     step = steps.at(start)
     cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
     of_steps = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)

@@ -94,8 +94,7 @@ def _is_leading(launches: _Launches, first: Ints, last: Ints) -> Mask:
     first_recorded = np.full(launches.backward.max(initial=0) + 1, -1)
     first_recorded[of_backward] = np.flatnonzero(launches.is_recorded)[position]
     works = _number(launches.works | launches.computes, first, last) > 0
-    is_leading: Mask = works & (first < first_recorded[launches.backward[first]])
-    return is_leading
+    return works & (first < first_recorded[launches.backward[first]])
 
 
 def _computes_much(launches: _Launches, first: Ints, last: Ints) -> Mask:
