@@ -36,7 +36,7 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
 
 def categorise(
-    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, callers: Callers | None = None
+    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, callers: Callers | None
 ) -> tuple[Ints, Ints]:
     """For each allocation the code of its category, and the sighting that decided it or
     NOT_SIGHTED.

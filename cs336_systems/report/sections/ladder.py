@@ -467,7 +467,7 @@ def _gate_notes(rungs: Rungs) -> Iterator[str]:
         yield f"No verdict where {reason}."
 
 
-def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str]) -> list[Path]:
     """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
     section = ladder_section(rungs)
     return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)
