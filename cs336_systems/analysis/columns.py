@@ -28,7 +28,7 @@ class Columns:
 
     def __post_init__(self) -> None:
         """Raise ValueError unless all columns have the same length."""
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        lengths = {name: len(column) for name, column in self.by_name().items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{type(self).__name__} needs columns of one length, got {lengths}")
 
@@ -39,6 +39,10 @@ class Columns:
         for field in fields(cls):
             columns[field.name] = np.zeros(0, dtype=_element_type(field.type))
         return cls(**columns)
+
+    def by_name(self) -> dict[str, NDArray[Any]]:
+        """The columns by their names."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -60,9 +64,8 @@ SomeColumns = TypeVar("SomeColumns", bound=Columns)
 def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
     """One table of the rows of `first` followed by those of the others."""
     columns = {}
-    for field in fields(first):
-        parts = [getattr(table, field.name) for table in (first, *others)]
-        columns[field.name] = np.concatenate(parts)
+    for name in first.by_name():
+        columns[name] = np.concatenate([getattr(table, name) for table in (first, *others)])
     return type(first)(**columns)
 
 
@@ -70,8 +73,7 @@ def chosen(columns: SomeColumns, rows: Mask | Ints) -> SomeColumns:
     """The rows of the table for which the mask is true, or those with these numbers, in their
     order.
     """
-    kept = {field.name: getattr(columns, field.name)[rows] for field in fields(columns)}
-    return type(columns)(**kept)
+    return type(columns)(**{name: column[rows] for name, column in columns.by_name().items()})
 
 
 def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
@@ -79,6 +81,22 @@ def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
     order = np.argsort(ids, kind="stable")
     values, first = np.unique(ids[order], return_index=True)
     yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
+
+
+def runs(codes: Ints) -> tuple[Ints, Ints]:
+    """The first and the last row of each run of equal codes, which are not negative."""
+    first = np.flatnonzero(np.diff(codes, prepend=-1))
+    behind = np.append(first, len(codes))[1:]
+    return first, behind - 1
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """A table with as many rows for each count: to which count a row belongs, and its place among
+    the rows of that.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - first[owner]
 
 
 SQLITE_MAGIC = b"SQLite format 3\0"

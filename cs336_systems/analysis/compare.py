@@ -106,18 +106,18 @@ class Comparison:
     @property
     def is_within_least_effect(self) -> bool:
         """Whether the difference is surely too small to matter."""
-        return all(
-            end is not None and abs(end - 1) <= LEAST_EFFECT for end in (self.low, self.high)
-        )
+        if self.low is None or self.high is None:
+            return False
+        return abs(self.low - 1) <= LEAST_EFFECT and abs(self.high - 1) <= LEAST_EFFECT
 
     @property
     def least_shown(self) -> float | None:
         """The smallest relative difference of step times that these processes could show; None
         without an interval.
         """
-        return (
-            None if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
-        )
+        if self.low is None or self.high is None:
+            return None
+        return math.sqrt(self.high / self.low) - 1
 
 
 def compare_in_turn(a: StepBlocks, b: StepBlocks) -> Comparison:
@@ -300,17 +300,25 @@ def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
         places_b = _places(b, shared)
         if len(places_a) == len(a) and len(places_b) == len(b):
             break
+    pairs, only_a = [], []
+    for key, index in places_a.items():
+        if key in places_b:
+            pairs.append((index, places_b[key]))
+        else:
+            only_a.append(index)
+    only_b = tuple(index for key, index in places_b.items() if key not in places_a)
     return Matching(
-        pairs=tuple((index, places_b[key]) for key, index in places_a.items() if key in places_b),
-        only_a=tuple(index for key, index in places_a.items() if key not in places_b),
-        only_b=tuple(index for key, index in places_b.items() if key not in places_a),
-        differing=tuple(differing),
+        pairs=tuple(pairs), only_a=tuple(only_a), only_b=only_b, differing=tuple(differing)
     )
 
 
 def _places(side: Sequence[Settings], names: Sequence[str]) -> dict[Hashable, int]:
     """The index of each row of a side by the values of the settings `names`."""
-    return {tuple(row[name] for name in names): index for index, row in enumerate(side)}
+    place_of: dict[Hashable, int] = {}
+    for index, row in enumerate(side):
+        values = tuple(row[name] for name in names)
+        place_of[values] = index
+    return place_of
 
 
 def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
@@ -322,8 +330,11 @@ def refuse_other_work(a: Subject, b: Subject) -> None:
     """Raise ValueError, in one line, if the modes of A and B compute other phases (those of
     inference are forward's), or if the tokens of a step were seen of only one of them.
     """
-    work = [Mode.FORWARD if side.mode is Mode.INFERENCE else side.mode for side in (a, b)]
-    if work[0] is not work[1]:
+
+    def passes(mode: Mode | None) -> Mode | None:
+        return Mode.FORWARD if mode is Mode.INFERENCE else mode
+
+    if passes(a.mode) is not passes(b.mode):
         raise ValueError(
             f"A is of mode {a.mode} and B of mode {b.mode}, which is other work: compare runs of "
             "one mode"

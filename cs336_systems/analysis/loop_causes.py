@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ..loop_record import Cause, LoopRank, LoopRecord, Pause, SlowStep
 from ..record import RunRecord
@@ -145,7 +146,7 @@ def _part(cause: Cause, pauses: Sequence[Pause]) -> str:
         text = counted(sum(pause.count for pause in pauses), noun)
     if seconds:
         text += f" {_duration(sum(seconds))}"
-    notes = list(dict.fromkeys(detail for pause in pauses for detail in pause.details))
+    notes = list(dict.fromkeys(chain.from_iterable(pause.details for pause in pauses)))
     if len(notes) > MOST_DETAILS:
         notes[MOST_DETAILS:] = ["..."]
     details = ", ".join(notes)

@@ -9,7 +9,8 @@ FEWEST = 3
 """Fewest values for an interval of their mean: the one difference between two values says little
 about the scatter.
 """
-
+UPPER = (1 + 0.95) / 2
+"""Quantile at which a 95 % interval ends."""
 ROUNDING = 1e-12
 """Difference of two times, or of their logarithms, that rounding may explain."""
 MIN_CORRELATED = 10
@@ -36,22 +37,20 @@ def summaries(times_s: Mapping[str, Sequence[float]]) -> dict[str, dict[str, flo
     return {name: summary(times) for name, times in times_s.items() if times}
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than
-    FEWEST values and for equal ones, which show no scatter.
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean (Student's t), in the unit of `values`; None for fewer than FEWEST
+    values and for equal ones, which show no scatter.
 
     Valid for independent values: means of fresh processes, not the steps of one process, which
     resemble each other.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
     error = standard_error(values)
     if error is None:
         return None
     from scipy.special import stdtrit  # slow to import, and few commands need it
 
     mean = statistics.fmean(values)
-    half_width = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
+    half_width = float(stdtrit(len(values) - 1, UPPER)) * error
     return mean - half_width, mean + half_width
 
 
@@ -92,9 +91,9 @@ def lag1_autocorrelation(values: Sequence[float]) -> float | None:
     return lagged / math.fsum(d * d for d in deviations)
 
 
-def steady_interval(values: Sequence[float], confidence: float = 0.95) -> float | None:
-    """Half the confidence interval of the mean, relative to it, of values of which each may
-    resemble the last.
+def steady_interval(values: Sequence[float]) -> float | None:
+    """Half the 95 % interval of the mean, relative to it, of values of which each may resemble the
+    last.
 
     With lag-1 autocorrelation r > 0, n values are worth n (1 - r) / (1 + r) independent ones. None
     for fewer than 10 values, from which r is not known.
@@ -106,7 +105,7 @@ def steady_interval(values: Sequence[float], confidence: float = 0.95) -> float 
     r = max(lag1_autocorrelation(values) or 0.0, 0.0)
     worth = max(len(values) * (1 - r) / (1 + r), 2.0)
     error = statistics.stdev(values) / math.sqrt(worth)
-    return float(stdtrit(worth - 1, (1 + confidence) / 2)) * error / statistics.fmean(values)
+    return float(stdtrit(worth - 1, UPPER)) * error / statistics.fmean(values)
 
 
 def slope(values: Sequence[float]) -> tuple[float, float]:

@@ -291,12 +291,9 @@ def run(arguments: AccountArguments) -> int:
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
     sentences = [*account_answer(account)]
-    show(
-        section.tables if arguments.details else summary_tables(account, section),
-        arguments.output,
-        sentences,
-        json=encode_json(account_json(account)) if arguments.json else None,
-    )
+    tables = section.tables if arguments.details else summary_tables(account, section)
+    json = encode_json(account_json(account)) if arguments.json else None
+    show(tables, arguments.output, sentences, json=json)
     if name is None and ceilings.device_names:
         _suggest_devices(ceilings.device_names)
     if not arguments.json:

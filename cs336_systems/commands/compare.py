@@ -202,10 +202,9 @@ def _measure(arguments: CompareArguments, configs: Sequence[RunConfig], director
     if not arguments.fresh:
         _refuse_another(configs, directory)
     # Even repeats are A and odd ones B, so that A can be compared with A.
-    runs = [
-        replace(configs[side], repeat=2 * repeat + side)
-        for side, repeat in interleave(2, arguments.repeats)
-    ]
+    runs = []
+    for side, repeat in interleave(2, arguments.repeats):
+        runs.append(replace(configs[side], repeat=2 * repeat + side))
     return measure_all(runs, directory, arguments)
 
 

@@ -358,7 +358,7 @@ def chosen_profiler(arguments: object) -> Profiler:
     return PROFILERS[asked[0]] if asked else Profiler.NONE
 
 
-def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
+def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool) -> RunConfig:
     """The same run under a profiler. The memory profiler records at most two steps, as steady
     steps are alike.
     """

@@ -73,7 +73,7 @@ def load(
 
 
 def rebuild_all(
-    root: Path, status: StatusLine, formats: Collection[str] = (), rules: KernelRules | None = None
+    root: Path, status: StatusLine, formats: Collection[str], rules: KernelRules | None
 ) -> int:
     """Rebuild every results directory below `root` with its page, tables also in `formats`, and
     report what was done; continue after a failure. By `rules`, if any, traces that are still there

@@ -283,7 +283,8 @@ def _say_what_would_run(arguments: SweepArguments, plan: Plan, directory: Path) 
     print_plan(plan, directory, curves)
     if arguments.cluster is not None:
         _print_machines(machines, arguments.device())
-    return FAILED if machines and all(machine.refused for machine in machines) else OK
+    are_all_refused = machines and all(machine.refused for machine in machines)
+    return FAILED if are_all_refused else OK
 
 
 def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:

@@ -36,12 +36,13 @@ def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
     learned positions, tied.
     """
     d_model, d_ff, num_layers = model.d_model, model.d_ff, model.num_layers
-    gpt2 = model.arch is Arch.GPT2
-    biases = num_layers if gpt2 else 0
+    rows_of_embedding, vectors_of_norm, biases = model.vocab_size, 1, 0
+    if model.arch is Arch.GPT2:
+        rows_of_embedding, vectors_of_norm, biases = model.context_length, 2, num_layers
     weights = _weights(model)
     return {
-        Component.EMBEDDING: (model.context_length if gpt2 else model.vocab_size) * d_model,
-        Component.NORMS: (2 * num_layers + 1) * d_model * (2 if gpt2 else 1),
+        Component.EMBEDDING: rows_of_embedding * d_model,
+        Component.NORMS: (2 * num_layers + 1) * vectors_of_norm * d_model,
         Component.QKV: weights[Component.QKV] + biases * (d_model + 2 * model.kv_width),
         Component.OUTPUT: weights[Component.OUTPUT] + biases * d_model,
         Component.FFN: weights[Component.FFN] + biases * (d_ff + d_model),
@@ -123,11 +124,12 @@ def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[Compone
     sequences = config.accumulate_steps * config.batch_size
     forward = forward_flops(config.model, sequences, causal=causal)
     passes = 2 if config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) else 0
-    return tuple(
-        ComponentFlops(component=part, forward=forward[part], backward=passes * forward[part])
-        for part in Component
-        if part in forward
-    )
+    flops = []
+    for part in Component:
+        if part in forward:
+            backward = passes * forward[part]
+            flops.append(ComponentFlops(component=part, forward=forward[part], backward=backward))
+    return tuple(flops)
 
 
 def step_flops(config: RunConfig) -> int | None:

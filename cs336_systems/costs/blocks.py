@@ -99,10 +99,11 @@ def _blocks(config: RunConfig) -> Blocks:
 def block_parameters(config: RunConfig, kind: int) -> tuple[Parameter, ...]:
     """The parameters of a block of this kind."""
     (usual,) = _by_block(of_depth(config, 1))
+    usual_shapes = [one.shape for one in usual]
     of_two = _by_block(of_depth(config, 2, kind))
     # blocks are numbered as they come, and either may be the usual one
     for parameters in of_two:
-        if [one.shape for one in parameters] != [one.shape for one in usual]:
+        if [one.shape for one in parameters] != usual_shapes:
             return parameters
     return of_two[-1]
 

@@ -189,12 +189,11 @@ def _averaged(config: RunConfig) -> Iterator[Stage]:
     if needs_part and rules.copies:
         sizes = [size // config.ranks for size in sizes]
     for places in split_into_buckets(sizes, bucket_bytes, rules.first_bucket_bytes):
-        multiplied = sum(ordered[place].multiplied_elements for place in places)
-        yield Stage(
-            phase=Phase.BACKWARD,
-            multiplied_elements=multiplied if rules.starts_in_backward else 0,
-            sends=(CollectiveCall(collective, sum(sizes[place] for place in places)),),
-        )
+        multiplied = 0
+        if rules.starts_in_backward:
+            multiplied = sum(ordered[place].multiplied_elements for place in places)
+        call = CollectiveCall(collective, sum(sizes[place] for place in places))
+        yield Stage(phase=Phase.BACKWARD, multiplied_elements=multiplied, sends=(call,))
 
 
 def split_into_buckets(

@@ -6,7 +6,6 @@ step what the two of the deeper one add: by twos, because the compiled code give
 block's buffers to the next one's, and takes it back in the one after that.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 
 import msgspec
@@ -160,7 +159,7 @@ def steps_to_compile(config: RunConfig) -> tuple[list[RunConfig], int]:
     shallow = LEAST_BLOCKS + blocks % STRIDE
     if blocks <= shallow + STRIDE:
         return [config], 0
-    steps = [_of_depth(config, depth) for depth in (shallow, shallow + STRIDE)]
+    steps = [of_depth(config, depth) for depth in (shallow, shallow + STRIDE)]
     return steps, (blocks - shallow) // STRIDE
 
 
@@ -171,13 +170,6 @@ def _number_of_blocks(config: RunConfig) -> int:
     except DepthError:
         return 0
     return 0 if any(kinds) else len(kinds)
-
-
-def _of_depth(config: RunConfig, blocks: int) -> RunConfig:
-    """The configuration of a model with so many equal blocks."""
-    if config.model_factory is not None:
-        return replace(config, blocks=(0,) * blocks)
-    return of_depth(config, blocks)
 
 
 def has_compiled_kernels(config: RunConfig) -> bool:

@@ -45,10 +45,10 @@ def _compiled_step(one: RunConfig, casts: tuple[str, ...]) -> StepByDepth:
         if not tape.steps:
             raise DepthError(tape.failure)
     sides = Counter(map(_sides, casts))
-    shallow, deeper = (
-        without_views(_with_copies(_without_makers(tape), sides, blocks))
-        for blocks, tape in zip(BLOCKS, tapes, strict=True)
-    )
+    plain = []
+    for blocks, tape in zip(BLOCKS, tapes, strict=True):
+        plain.append(without_views(_with_copies(_without_makers(tape), sides, blocks)))
+    shallow, deeper = plain
     return step_of_tapes(shallow, deeper)
 
 
@@ -110,7 +110,8 @@ def _with_copies(tape: Tape, casts: Counter[tuple[str, ...]], blocks: int) -> Ta
     """
     if not casts:
         return tape
-    (_, (begin, end), _), *_ = (part for part in phases_of(tape, -1) if part[0] is Phase.FORWARD)
+    forward = [events for phase, events, _ in phases_of(tape, -1) if phase is Phase.FORWARD]
+    begin, end = forward[0]
     events = tape.events[begin:end]
     freed = {~event for event in events if event < 0}
     kept: dict[tuple[str, ...], list[int]] = {}

@@ -279,8 +279,10 @@ class _OnHost(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        moved = {name: CPU if value == GPU else value for name, value in (kwargs or {}).items()}
-        return function(*args, **moved)
+        on_host = {}
+        for name, value in (kwargs or {}).items():
+            on_host[name] = CPU if value == GPU else value
+        return function(*args, **on_host)
 
 
 _FOLDING = "__init__", "_deduce_value"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
+from typing import TypeAlias
 
 from ..config import FP8_MULTIPLE, SdpaBackend
 from .communication import Collective, CollectiveCall
@@ -24,6 +25,8 @@ from .kernels import (
 )
 from .tape import MATMULS_OF, Form, Pass
 
+CollectiveTimes: TypeAlias = Mapping[Collective, Mapping[int, float]]
+"""Times of each collective by its bytes."""
 FASTER_LAUNCHES, SLOWER_LAUNCHES = 1.4, 2.07
 """Nine of ten steps are launched by calls between the measured time divided by the first and
 multiplied by the second: hosts of equal GPUs differ by so much, and one host from minute to minute
@@ -67,12 +70,8 @@ class Curves:
     """1 if their number is not known."""
     passes: Mapping[Pass, Mapping[int, float]] = field(default_factory=dict)
     """Times of other passes than copies by the bytes that they read and write."""
-    collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]] = field(
-        default_factory=dict
-    )
-    """Times of each collective by its bytes, by the number of ranks among which they were
-    measured.
-    """
+    collectives: Mapping[int, CollectiveTimes] = field(default_factory=dict)
+    """By the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
     """Gap between two kernels that the host launched one by one, early enough; None if it was
     not measured.
@@ -153,12 +152,11 @@ class Curves:
 
         Rows and columns may be exchanged, and of all forms that have these sides none is kept.
         """
-        kept = tuple(
-            matmul
-            for matmul in self.matmuls.get(precision, ())
-            if products.isdisjoint([matmul.sides, matmul.sides[::-1]])
-        )
-        return replace(self, matmuls={**self.matmuls, precision: kept})
+        kept = []
+        for matmul in self.matmuls.get(precision, ()):
+            if products.isdisjoint([matmul.sides, matmul.sides[::-1]]):
+                kept.append(matmul)
+        return replace(self, matmuls={**self.matmuls, precision: tuple(kept)})
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
         """Seconds of a pass over memory that reads and writes `num_bytes` in all; those of a copy
@@ -233,9 +231,7 @@ def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
     return exp((1 - share) * log(low_s) + share * log(max(low_s, curve[high])))
 
 
-def time_s(
-    counts: Mapping[CollectiveCall, int], curves: Mapping[Collective, Mapping[int, float]]
-) -> float | None:
+def time_s(counts: Mapping[CollectiveCall, int], curves: CollectiveTimes) -> float | None:
     """Time of the calls one after the other, from measured times by bytes; None if a kind was
     not measured.
     """
@@ -260,11 +256,11 @@ def with_fp8(curves: Curves, device: DeviceSpec | None) -> Curves:
     like = replace(
         rates, flops_per_s=rates.flops_per_s * peak / reference, element_bytes=FACTOR_BYTES[fp8]
     )
-    linear = [
-        matmul
-        for matmul in curves.matmuls[bf16]
-        if matmul.form not in MATMULS_OF and matmul.batch == 1 and is_for_fp8(matmul)
-    ]
+    linear = []
+    for matmul in curves.matmuls[bf16]:
+        is_of_layer = matmul.form not in MATMULS_OF and matmul.batch == 1
+        if is_of_layer and is_for_fp8(matmul):
+            linear.append(matmul)
     matmuls = {**curves.matmuls, fp8: transferred(linear, rates, like)}
     return replace(curves, matmuls=matmuls, has_fp8=False)
 
@@ -282,10 +278,9 @@ def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -
     """
     by_memory = source.memory_bandwidth_bytes_per_s / target.memory_bandwidth_bytes_per_s
     copies = {num_bytes: by_memory * time_s for num_bytes, time_s in curves.copies.items()}
-    passes = {
-        how: {num_bytes: by_memory * time_s for num_bytes, time_s in times_s.items()}
-        for how, times_s in curves.passes.items()
-    }
+    passes = {}
+    for how, times_s in curves.passes.items():
+        passes[how] = {num_bytes: by_memory * time_s for num_bytes, time_s in times_s.items()}
     matmuls: dict[MatmulPrecision, tuple[Matmul, ...]] = {}
     for precision in ProductPrecision:
         rates = curves.rates(precision)

@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .depth import launched
+from .depth import Change, launched
 from .tape import OperationKey, Tape, TensorKey
 
 H = TypeVar("H", bound=Hashable)
-Change = tuple[bool, TensorKey]
-"""Whether a tensor is freed, and its kind."""
 
 
 def deepened(shallow: Tape, deeper: Tape, times: int) -> Tape:
@@ -47,7 +45,9 @@ def deepened(shallow: Tape, deeper: Tape, times: int) -> Tape:
         for key in _deeper_keys(keys, more_keys, times):
             launches.append(makes.setdefault(key, len(makes)))
     later = iter(begins[1:])
-    steps = [[(phase, *next(later)) for phase, _, _ in step] for step in shallow.steps]
+    steps = []
+    for step in shallow.steps:
+        steps.append([(phase, *next(later)) for phase, _, _ in step])
     return msgspec.structs.replace(
         shallow,
         kinds=[*kinds],

@@ -67,9 +67,9 @@ class StepByDepth:
 
 @lru_cache(maxsize=4096)
 def of_depth(config: RunConfig, blocks: int, kind: int = 0) -> RunConfig:
-    """The configuration with this number of blocks, the second of this kind."""
+    """The configuration with this number of blocks, the last of this kind."""
     if config.model_factory is not None:
-        return replace(config, blocks=(0, kind)[:blocks])
+        return replace(config, blocks=(*[0] * (blocks - 1), kind))
     return replace(config, size="", model=replace(config.model, num_layers=blocks))
 
 

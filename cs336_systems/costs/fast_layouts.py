@@ -106,15 +106,18 @@ def _ways(gpus: int, links: Links) -> Iterator[dict[str, Any]]:
 
 def _layout(config: RunConfig, recipe: Recipe | None) -> Layout:
     """How the ranks of a step share it."""
-    is_sharded = config.parallel.shards_parameters or config.shard_optimizer
+    data, shard = config.ranks, 1
+    if config.parallel.shards_parameters or config.shard_optimizer:
+        data, shard = 1, config.ranks
+    checkpoint = SELECTIVE if config.selective_checkpoints else config.checkpoint_blocks
     return Layout(
-        data=1 if is_sharded else config.ranks,
-        shard=config.ranks if is_sharded else 1,
+        data=data,
+        shard=shard,
         stage=1 if config.shard_optimizer else 3,
         way=config.parallel if config.is_shared else None,
         micro_batch=config.batch_size,
         accumulate=config.accumulate_steps,
-        checkpoint=SELECTIVE if config.selective_checkpoints else config.checkpoint_blocks,
+        checkpoint=checkpoint,
         fp8=recipe,
     )
 

@@ -166,16 +166,18 @@ class FastMemory:
         earlier_bytes = self.gradient_bytes if self.config.accumulate_steps > 1 else 0
         saved_bytes = self.saved_bytes + earlier_bytes
         sums_bytes = FP32_BYTES * self.table_parameters if self.config.bf16_embedding else 0
-        return self.held_bytes + max(
+        in_block_bytes = self.more_in_backward_bytes
+        peaks_bytes = [
             # backward of the head, in which the logits hold their gradients
             saved_bytes + beside_bytes + stream_gradient_bytes,
             # backward of the last block
-            saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
+            saved_bytes - self.ends_bytes + self.head_bytes + in_block_bytes,
             # the end of the blocks' backward
-            self.gradient_bytes + self.more_in_backward_bytes,
+            self.gradient_bytes + in_block_bytes,
             # the embedding's backward
             self.gradient_bytes + sums_bytes,
-        )
+        ]
+        return self.held_bytes + max(peaks_bytes)
 
     @property
     def saved_bytes(self) -> int:

@@ -102,26 +102,33 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         """The data sheet's value in this column, in SI units; None where the cell is empty."""
         return float(row[column]) * unit if row[column] else None
 
-    peaks = {precision: figure(precision, 1e12) for precision in Precision}
+    def whole(column: str, unit: int = 1) -> int | None:
+        """The same of a whole number."""
+        return int(row[column]) * unit if row[column] else None
+
+    peaks = {}
+    for precision in Precision:
+        if peak := figure(precision, 1e12):
+            peaks[precision] = peak
     reached: dict[MatmulPrecision, float] = {}
-    for precision in (ProductPrecision.BF16, ProductPrecision.FP8):
-        if (rate := figure(f"reached_{precision}", 1.0)) is not None:
-            reached[precision] = rate
+    for factors in (ProductPrecision.BF16, ProductPrecision.FP8):
+        if (rate := figure(f"reached_{factors}", 1.0)) is not None:
+            reached[factors] = rate
     return DeviceSpec(
         names=tuple(row["names"].split(" or ")),
-        peak_flops_per_s={precision: peak for precision, peak in peaks.items() if peak},
+        peak_flops_per_s=peaks,
         memory_bandwidth_bytes_per_s=float(row["gb_per_s"]) * 1e9,
-        multiprocessors=int(row["multiprocessors"] or 1),
+        multiprocessors=whole("multiprocessors") or 1,
         source=row["source"],
         capability=row["capability"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
         reached=reached,
         has_mx=bool(row["mx"]),
         link_bytes_per_s=figure("link_gb_per_s", 1e9 / 2),
-        gpus_per_node=int(row["node"]) if row["node"] else None,
+        gpus_per_node=whole("node"),
         network=row["network"] or None,
         network_bytes_per_s=figure("network_gbit_per_s", 1e9 / 8),
-        memory_bytes=int(row["gb"]) * 2**30 if row["gb"] else None,
+        memory_bytes=whole("gb", 2**30),
     )
 
 

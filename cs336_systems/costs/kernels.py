@@ -17,11 +17,13 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, exp, inf, log2
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..config import Precision, SdpaBackend
 from .tape import FP8_BYTES, MATMULS_OF, RESULT_BYTES, Form
 
+Shape: TypeAlias = tuple[int, int, int, int]
+"""Batch, rows, inner side and columns of a kernel."""
 ALIGNED_BYTES = 16
 """Rows of a matrix whose length is no multiple of this keep cuBLAS from its fast kernels (NVIDIA's
 guide to matmul performance, "tensor core requirements"). How many rows there are does not matter.
@@ -145,7 +147,7 @@ class Matmul:
         return self.batch * self.rows, self.inner, self.columns
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> Shape:
         """Batch, rows, inner side, columns."""
         return self.batch, self.rows, self.inner, self.columns
 
@@ -170,7 +172,7 @@ class Rates:
         """Bytes of an element of the result; that of an fp8 matmul is in bf16."""
         return max(RESULT_BYTES, self.element_bytes)
 
-    def class_of(self, form: Form | None, shape: tuple[int, int, int, int]) -> KernelClass:
+    def class_of(self, form: Form | None, shape: Shape) -> KernelClass:
         """The class of a kernel, given batch, rows, inner side and columns."""
         form = form or Form.FORWARD
         batch, rows, inner, columns = shape
@@ -182,7 +184,7 @@ class Rates:
         return KernelClass(form, batch > 1, is_aligned)
 
     @lru_cache(maxsize=2**16)  # noqa: B019 (rates are few)
-    def model_s(self, form: Form, shape: tuple[int, int, int, int]) -> float:
+    def model_s(self, form: Form, shape: Shape) -> float:
         """Time of a kernel whose class reaches all that the model expects; it never falls as a side
         grows.
         """
@@ -196,7 +198,7 @@ class Rates:
         longer_s: float = (compute_s**SHARPNESS + memory_s**SHARPNESS) ** (1 / SHARPNESS)
         return longer_s + EMPTY_KERNELS * self.kernel_s
 
-    def _tiled_s(self, shape: tuple[int, int, int, int], tile: tuple[int, int]) -> float:
+    def _tiled_s(self, shape: Shape, tile: tuple[int, int]) -> float:
         """Time to compute a matmul tile by tile, its inner side split if that is faster."""
         batch, rows, inner, columns = shape
         high, wide = tile
@@ -205,11 +207,14 @@ class Rates:
         wave_s = 2 * multiplications * self.multiprocessors / self.flops_per_s
         # the parts are written and read in fp32
         part_s = 2 * batch * rows * columns / self.bytes_per_s
-        return min(
-            ceil(tiles * parts / self.multiprocessors) * wave_s * (inner / parts + INNER_COST)
-            + (0.0 if parts == 1 else part_s * (parts + 1))
-            for parts in SPLITS
-        )
+        times_s = []
+        for parts in SPLITS:
+            waves = ceil(tiles * parts / self.multiprocessors)
+            time_s = waves * wave_s * (inner / parts + INNER_COST)
+            if parts > 1:
+                time_s += part_s * (parts + 1)
+            times_s.append(time_s)
+        return min(times_s)
 
     def _attention_s(self, form: Form, heads: int, context: int, d_head: int) -> float:
         """Time of causal attention: its tiles differ in length, and the longest may be the last."""
@@ -287,7 +292,7 @@ class KernelModel:
 
     def __init__(self, rates: Rates, measured: Iterable[Matmul]) -> None:
         self.rates = rates
-        self._times: dict[tuple[Form, tuple[int, int, int, int]], KernelTime] = {}
+        self._times: dict[tuple[Form, Shape], KernelTime] = {}
         by_class: defaultdict[KernelClass, list[Matmul]] = defaultdict(list)
         for kernel in measured:
             by_class[rates.class_of(kernel.form, kernel.shape)].append(kernel)
@@ -296,19 +301,19 @@ class KernelModel:
             model_s = [rates.model_s(kind.form, kernel.shape) for kernel in kernels]
             self._classes[kind] = _Measured(kernels, model_s)
 
-    def has(self, form: Form, shape: tuple[int, int, int, int]) -> bool:
+    def has(self, form: Form, shape: Shape) -> bool:
         """Whether this very kernel was measured."""
         known = self._classes.get(self.rates.class_of(form, shape))
         return known is not None and any(kernel.shape == shape for kernel in known.kernels)
 
-    def time(self, form: Form, shape: tuple[int, int, int, int]) -> KernelTime:
+    def time(self, form: Form, shape: Shape) -> KernelTime:
         """Time of a kernel, given batch, rows, inner side and columns."""
         key = form, shape
         if key not in self._times:
             self._times[key] = self._time(form, shape)
         return self._times[key]
 
-    def _time(self, form: Form, shape: tuple[int, int, int, int]) -> KernelTime:
+    def _time(self, form: Form, shape: Shape) -> KernelTime:
         """The same, computed."""
         kind = self.rates.class_of(form, shape)
         known = self._classes.get(kind)
@@ -363,12 +368,9 @@ class KernelModel:
 
 def transferred(kernels: Iterable[Matmul], source: Rates, target: Rates) -> tuple[Matmul, ...]:
     """The kernels as another device would run them that reaches as much of its rates."""
-    return tuple(
-        replace(
-            kernel,
-            time_s=kernel.time_s
-            * target.model_s(kernel.form or Form.FORWARD, kernel.shape)
-            / source.model_s(kernel.form or Form.FORWARD, kernel.shape),
-        )
-        for kernel in kernels
-    )
+    on_target = []
+    for kernel in kernels:
+        form = kernel.form or Form.FORWARD
+        source_s, target_s = (rates.model_s(form, kernel.shape) for rates in (source, target))
+        on_target.append(replace(kernel, time_s=kernel.time_s * target_s / source_s))
+    return tuple(on_target)

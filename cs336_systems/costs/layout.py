@@ -273,12 +273,9 @@ def rank_layouts(config: RunConfig, links: Links) -> Iterator[Layout]:
     rank computes.
     """
     experts = blocks_of_model(config).experts or 1
-    numbers = product(
-        range(1, links.gpus_per_node + 1),
-        powers(MOST_CONTEXT),
-        [ranks for ranks in range(1, experts + 1) if experts % ranks == 0],
-        powers(MAX_MICRO_BATCH),
-    )
+    of_experts = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
+    in_node = range(1, links.gpus_per_node + 1)
+    numbers = product(in_node, powers(MOST_CONTEXT), of_experts, powers(MAX_MICRO_BATCH))
     for tensor, context, expert, micro_batch in numbers:
         if context > 1 and config.model.context_length // context < TOKENS_OF_CONTEXT:
             continue

@@ -109,9 +109,7 @@ def layout_bytes(
         return str(error)
 
 
-def least_gpu_s(
-    config: RunConfig, curves: Curves, links: Links, recipe: Recipe | None = None
-) -> float:
+def least_gpu_s(config: RunConfig, curves: Curves, links: Links, recipe: Recipe | None) -> float:
     """Seconds of a GPU that kernels take for a sequence in the fastest of all layouts, whether they
     fit or not; 0 if none is foretold. No layout takes less, as other ranks only add to that.
     """

@@ -232,8 +232,10 @@ class _LayoutTimer:
 
     def _shortest_block_s(self) -> dict[Phase, float]:
         """Kernels of the block that takes least, by phase."""
-        blocks = self._kernels.blocks
-        return {phase: min(block[phase].step_s for block in blocks) for phase in _PHASES}
+        shortest_s = {}
+        for phase in _PHASES:
+            shortest_s[phase] = min(block[phase].step_s for block in self._kernels.blocks)
+        return shortest_s
 
     @property
     def _step_spread(self) -> float:
@@ -443,11 +445,9 @@ class _LayoutTimer:
         lookups = [one for one in rank.outside_parameters if not one.multiplied_elements]
         heads = [one for one in rank.outside_parameters if one.multiplied_elements]
         of_kinds = [rank.units_of(kind) for kind in range(len(rank.block_parameters))]
-        places: list[Sequence[Unit]] = [
-            [rank.gathered(LOOKUP, lookups)],
-            *(of_kinds[kind] for kind in self._kinds),
-            [rank.gathered("head", heads)],
-        ]
+        of_blocks = [of_kinds[kind] for kind in self._kinds]
+        first, last = rank.gathered(LOOKUP, lookups), rank.gathered("head", heads)
+        places: list[Sequence[Unit]] = [[first], *of_blocks, [last]]
         again = gathers and rank.layout.shards_parameters
         stages = []
         for phase, ordered in ((Phase.FORWARD, places), (Phase.BACKWARD, places[::-1])):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from operator import invert
 
 from ..config import (
     PACKED_MULTIPLE,
@@ -224,7 +223,8 @@ def placed(
     if not is_graphed:
         allocator.replay(tape.events, tape.tensors, requests)
         return allocator
-    (_, first, _), (_, last, _) = tape.steps[0][0], tape.steps[-1][0]
+    _, first, _ = tape.steps[0][0]
+    _, last, _ = tape.steps[-1][0]
     allocator.replay(tape.events[:first], tape.tensors, requests)
     allocator.replay(tape.events[first:last], tape.tensors, requests, "before the graphs ")
     allocator.release_free_segments()
@@ -245,7 +245,9 @@ def peak_of(
     peak_bytes = max(levels[start : end + 1])
     when = levels.index(peak_bytes, start)
     done = tape.events[:when]
-    live = sorted({*range(max(done, default=-1) + 1)}.difference(map(invert, done)))
+    num_made = max(done, default=-1) + 1
+    freed = {~event for event in done if event < 0}
+    live = [handle for handle in range(num_made) if handle not in freed]
     parts = _parts(Counter(map(tape.spec, live)))
     wanted = [rounded_bytes(spec.size_bytes) for spec in tape.specs]
     rests = [sizes[handle] - wanted[tape.tensors[handle]] for handle in live]

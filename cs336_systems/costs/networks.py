@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from .communication import Collective
+from .curves import CollectiveTimes
 from .hardware import DeviceSpec
 from .ranks_time import Links, measured_links
 
@@ -36,7 +37,7 @@ USUAL_NODE = 8
 def links_of(
     name: str,
     device: DeviceSpec | None,
-    measured: Mapping[int, Mapping[Collective, Mapping[int, float]]],
+    measured: Mapping[int, CollectiveTimes],
     *,
     gpus: int,
     gpus_per_node: int | None = None,

@@ -270,42 +270,35 @@ def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | No
 
 def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Whether cuDNN takes this attention; PyTorch asks it first on Hopper, since cuDNN 9.15.1."""
+    if not torch.backends.cuda.cudnn_sdp_enabled() or q.dtype not in HALF:
+        return False
     widths = q.shape[-1], v.shape[-1]
-    return (
-        torch.backends.cuda.cudnn_sdp_enabled()
-        and q.dtype in HALF
-        and (max(widths) <= 128 or widths == (192, 128))
-        and not any(width % 8 for width in widths)
-        and k.shape[-2] > 1
-        and (16 * dropout).is_integer()
-    )
+    has_kernel = max(widths) <= 128 or widths == (192, 128)
+    are_aligned = not any(width % 8 for width in widths)
+    has_several_keys = k.shape[-2] > 1
+    return has_kernel and are_aligned and has_several_keys and (16 * dropout).is_integer()
 
 
 def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """Whether PyTorch's flash attention can compute this on a GPU: its conditions on types, widths
     and mask.
     """
-    return (
-        torch.backends.cuda.flash_sdp_enabled()
-        and q.dtype in HALF
-        and mask is None
-        and q.shape[-1] == v.shape[-1] <= MAX_FLASH_WIDTH
-        and (not is_causal or q.shape[-2] == k.shape[-2])
-    )
+    if not torch.backends.cuda.flash_sdp_enabled() or q.dtype not in HALF or mask is not None:
+        return False
+    has_kernel = q.shape[-1] == v.shape[-1] <= MAX_FLASH_WIDTH
+    return has_kernel and (not is_causal or q.shape[-2] == k.shape[-2])
 
 
 def _can_use_efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch's memory-efficient attention can compute this; it takes no grouped queries
     (check_batch_size_and_num_heads_dense).
     """
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return False
+    if q.dtype not in (torch.float32, *HALF) or not q.shape[1] == k.shape[1] == v.shape[1]:
+        return False
     aligned = 16 // q.element_size()
-    are_aligned = all(x.shape[-1] % aligned == 0 and x.stride(-1) == 1 for x in (q, k, v))
-    return (
-        torch.backends.cuda.mem_efficient_sdp_enabled()
-        and q.dtype in (torch.float32, *HALF)
-        and q.shape[1] == k.shape[1] == v.shape[1]
-        and are_aligned
-    )
+    return all(x.shape[-1] % aligned == 0 and x.stride(-1) == 1 for x in (q, k, v))
 
 
 def _attention(

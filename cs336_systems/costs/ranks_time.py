@@ -21,7 +21,7 @@ from math import inf
 from ..choices import ExchangeRules
 from ..config import Phase, RunConfig
 from .communication import Collective, CollectiveCall, Stage, exchanges, sent_share, stages
-from .curves import Curves, interpolated
+from .curves import CollectiveTimes, Curves, interpolated
 from .shards import gradient_bytes, parameters_of
 from .time import TimePrediction, step_time
 
@@ -46,7 +46,7 @@ class Links:
     """Rate at which each GPU sends to other nodes while all others of its node do so too; None:
     there is one node.
     """
-    times: Mapping[Collective, Mapping[int, float]] = field(default_factory=dict)
+    times: CollectiveTimes = field(default_factory=dict)
     """Measured times of collectives within a node, by bytes; `node_bytes_per_s` is used for
     kinds not measured.
     """
@@ -119,7 +119,7 @@ class Links:
 
 
 def measured_links(
-    collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]],
+    collectives: Mapping[int, CollectiveTimes],
     gpus_per_node: int,
     network_bytes_per_s: float | None = None,
 ) -> Links | None:
@@ -141,9 +141,7 @@ def measured_links(
     return None
 
 
-def fastest_bytes_per_s(
-    times: Mapping[Collective, Mapping[int, float]], ranks: int
-) -> float | None:
+def fastest_bytes_per_s(times: CollectiveTimes, ranks: int) -> float | None:
     """The highest rate at which a rank sent in an all-reduce, all-gather or reduce-scatter; None
     if none was timed.
     """

@@ -63,10 +63,7 @@ def in_fp8(operation: Operation) -> Operation:
     may have fewer bits than fp32.
     """
     rows, inner, columns = operation.sides
+    form = Form.FORWARD if operation.form is Form.FORWARD else Form.INPUT
     factor_bytes = FP8_BYTES * inner * (rows + columns)
-    return replace(
-        operation,
-        form=Form.FORWARD if operation.form is Form.FORWARD else Form.INPUT,
-        element_bytes=FP8_BYTES,
-        moved_bytes=operation.batch * (factor_bytes + RESULT_BYTES * rows * columns),
-    )
+    moved_bytes = operation.batch * (factor_bytes + RESULT_BYTES * rows * columns)
+    return replace(operation, form=form, element_bytes=FP8_BYTES, moved_bytes=moved_bytes)

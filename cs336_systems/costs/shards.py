@@ -216,15 +216,13 @@ def units(config: RunConfig) -> list[Unit]:
             unit = REST
         if by_rows or parameter.is_matrix:
             members.setdefault(unit, []).append(parameter)
-    return [
-        Unit(
-            name=name,
-            parts=tuple(_part_elements(parameter, config) for parameter in parameters),
-            element_bytes=_gathered_type_bytes(parameters, config, by_rows),
-        )
-        for name, parameters in members.items()
-        if parameters
-    ]
+    units = []
+    for name, parameters in members.items():
+        if parameters:
+            parts = tuple(_part_elements(parameter, config) for parameter in parameters)
+            element_bytes = _gathered_type_bytes(parameters, config, by_rows)
+            units.append(Unit(name=name, parts=parts, element_bytes=element_bytes))
+    return units
 
 
 def _gathered_type_bytes(parameters: Sequence[Parameter], config: RunConfig, by_rows: bool) -> int:

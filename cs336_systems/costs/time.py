@@ -282,19 +282,16 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
     the third.
     """
     if config.fused_blocks and config.accumulate_steps > MICRO_BATCHES + 1:
-        two, three = (
-            _step_time(replace(config, accumulate_steps=number), curves)
-            for number in (MICRO_BATCHES, MICRO_BATCHES + 1)
-        )
+        two = _step_time(replace(config, accumulate_steps=MICRO_BATCHES), curves)
+        three = _step_time(replace(config, accumulate_steps=MICRO_BATCHES + 1), curves)
         return _continued(two, three, config.accumulate_steps - MICRO_BATCHES - 1)
     phases = operations(config)
     likely = _replayed(phases, config, curves)
     spread = kernel_spread(chain.from_iterable(phases.values()), config.precision, curves)
+    low = _replayed(phases, config, curves, 1 / spread.factor, 1 / FASTER_LAUNCHES)
+    high = _replayed(phases, config, curves, spread.factor, SLOWER_LAUNCHES)
     return replace(
-        likely,
-        low_s=_replayed(phases, config, curves, 1 / spread.factor, 1 / FASTER_LAUNCHES).step_s,
-        high_s=_replayed(phases, config, curves, spread.factor, SLOWER_LAUNCHES).step_s,
-        extrapolated_share=spread.extrapolated_share,
+        likely, low_s=low.step_s, high_s=high.step_s, extrapolated_share=spread.extrapolated_share
     )
 
 

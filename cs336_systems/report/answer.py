@@ -43,10 +43,9 @@ def answer_of(record: RunRecord, /, **paths: Path | None) -> dict[str, Any]:
     What is not known is left out, and so are the last warnings and sentences if it is too long.
     """
     (result,) = step_results([record])
-    statistics = {
-        name: {key: _short(value) for key, value in times.items()}
-        for name, times in summaries(record.times_s).items()
-    }
+    statistics = {}
+    for name, times in summaries(record.times_s).items():
+        statistics[name] = {key: _short(value) for key, value in times.items()}
     numbers = {key: _short(result[key]) for key in QUANTITIES if result[key] is not None}
     sentences = [inert_line(text, LONGEST) for text in sentences_of(record, result)]
     warnings = [

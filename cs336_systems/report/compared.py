@@ -164,21 +164,16 @@ def _section(
 ) -> Section:
     """The rows as a table with its findings; `results` are those of both sides."""
     rates = RATES if any(row["per"] for row in rows) else ()
-    columns = [
-        *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
-        *known(columns_of(*rates, *SWEEPS), rows),
-    ]
+    always = [name for name in ALWAYS if name not in differing]
+    columns = [*identity_columns(rows, always), *known(columns_of(*rates, *SWEEPS), rows)]
     notes = [*findings]
     if shared := settings(chain(*results)):
         notes.append(f"{shared}.")
-    table = make_table(
-        "A against B",
-        columns,
-        rows,
-        notes,
-        lambda row: bool(row["verdict"] == NOT_COMPARED),
-        findings,
-    )
+
+    def is_left_out(row: Row) -> bool:
+        return bool(row["verdict"] == NOT_COMPARED)
+
+    table = make_table("A against B", columns, rows, notes, is_left_out, findings)
     keys = without_unused([row["identity"] for row in rows])
     for name in differing:
         keys += (f"{name}_a", f"{name}_b")
@@ -189,7 +184,8 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", results, strict=True):
         _refuse_doubled(name, rows)
-    a, b = ([_settings(row) for row in rows] for rows in results)
+    a = [_settings(row) for row in results[0]]
+    b = [_settings(row) for row in results[1]]
     matching = compare.match(a, b)
     if not matching.pairs:
         raise ValueError(
@@ -290,7 +286,8 @@ def _answer(compared: compare.Comparison, per: str) -> str:
 
 def _when(sides: Sequence[Sequence[RunRecord]]) -> str:
     """When the first and the last run of each side began, as text."""
-    a, b = (sorted(record.started_at for record in side) for side in sides)
+    a = sorted(record.started_at for record in sides[0])
+    b = sorted(record.started_at for record in sides[1])
     return f"runs of A began from {a[0]} to {a[-1]}, of B from {b[0]} to {b[-1]}"
 
 

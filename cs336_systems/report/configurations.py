@@ -59,11 +59,10 @@ def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) ->
     declares first, such as fp32 or naive attention. The other `settings` may differ too, and all
     settings besides these are equal. A result that has this first value itself gets no baseline.
     """
-    baselines = {
-        (apart_from(result.subject, *settings), result.device_name): result
-        for result in results
-        if _has_first_value(result.subject, settings[0])
-    }
+    baselines = {}
+    for result in results:
+        if _has_first_value(result.subject, settings[0]):
+            baselines[apart_from(result.subject, *settings), result.device_name] = result
     for result in results:
         rest = apart_from(result.subject, *settings)
         # a run that failed before it could name its device is the baseline of runs on any device

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.transforms import Bbox
 
 from ..text import inert_line, shorten
 from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Picture, Style, ink, visible
@@ -75,17 +76,24 @@ def figure_of(chart: Chart) -> Figure:
 
 def _legend_handles(chart: Chart) -> list[Patch | Line2D]:
     """What the legend explains: the parts of bars that can be seen, then the marks."""
-    parts = visible((bar for panel in chart.panels for bar in panel.bars), chart.styles)
+    parts = visible(_bars(chart), chart.styles)
     marks = dict.fromkeys(panel.mark for panel in chart.panels if panel.mark)
-    return [
-        *(Patch(label=inert(name), **_look(of_part)) for name, of_part in parts.items()),
-        *(Line2D([], [], label=inert(mark), **MARK) for mark in marks),
-    ]
+    handles: list[Patch | Line2D] = []
+    for name, of_part in parts.items():
+        handles.append(Patch(label=inert(name), **_look(of_part)))
+    for mark in marks:
+        handles.append(Line2D([], [], label=inert(mark), **MARK))
+    return handles
+
+
+def _bars(chart: Chart) -> Iterable[Bar]:
+    """The bars of all panels."""
+    return chain.from_iterable(panel.bars for panel in chart.panels)
 
 
 def _height_inches(chart: Chart, legend_rows: int) -> float:
     """Height of the chart's figure; every bar has room for the name with the most lines."""
-    names = [wrapped(bar.name) for panel in chart.panels for bar in panel.bars]
+    names = [wrapped(bar.name) for bar in _bars(chart)]
     most_lines = max((1 + name.count("\n") for name in names), default=1)
     bar_inches = max(MIN_BAR_INCHES, LINE_INCHES * most_lines)
     height = PANEL_INCHES * len(chart.panels) + bar_inches * len(names)
@@ -183,19 +191,24 @@ def wrapped(text: str, longest: int = LONGEST_LABEL) -> str:
     """The text, inert, on lines that are at most so long; of more than three lines the middle is
     left out.
     """
-    whole = inert_line(text)
-    short = whole if len(whole) <= 3 * longest else f"{whole[: 2 * longest - 1]}…{whole[-longest:]}"
-    return "\n".join(
-        inert(line, longest) for line in textwrap.wrap(short, longest, break_on_hyphens=False)
-    )
+    short = inert_line(text)
+    if len(short) > 3 * longest:
+        short = f"{short[: 2 * longest - 1]}…{short[-longest:]}"
+    lines = textwrap.wrap(short, longest, break_on_hyphens=False)
+    return "\n".join(inert(line, longest) for line in lines)
+
+
+def in_settings(source: str) -> str:
+    """The name of a file as one of the settings below a title, which commas separate."""
+    return shorten(source.replace(", ", " "), LONGEST_SOURCE)
 
 
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
     """A figure of so many inches with a title and, smaller, the settings below it."""
-    items = [
-        shorten(item, LONGEST_SOURCE) for item in inert_line(settings, LONGEST_SETTINGS).split(", ")
-    ]
-    whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in items]
+    whole = []
+    for item in inert_line(settings, LONGEST_SETTINGS).split(", "):
+        # a line is broken between two settings only
+        whole.append(in_settings(item).replace(" ", "\N{NO-BREAK SPACE}"))
     lines = textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
     header = 0.5 + 0.16 * len(lines)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - header / height))
@@ -273,13 +286,8 @@ def _lanes(figure: Figure) -> str:
     """Where the panels below the first are, or the only one: left, right, top and bottom edge, as
     percents of the figure from its left and upper edges.
     """
-    panels = [axes.get_position() for axes in figure.axes[1:] or figure.axes]
-    edges = (
-        min(panel.x0 for panel in panels),
-        max(panel.x1 for panel in panels),
-        1 - max(panel.y1 for panel in panels),
-        1 - min(panel.y0 for panel in panels),
-    )
+    whole = Bbox.union([axes.get_position() for axes in figure.axes[1:] or figure.axes])
+    edges = whole.x0, whole.x1, 1 - whole.y1, 1 - whole.y0
     return " ".join(f"{100 * edge:.2f}" for edge in edges)
 
 

@@ -143,6 +143,7 @@ def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
     alignments = ", ".join("right" if column.numeric else "left" for column in table.headings)
     headings = ", ".join(f"strong({_typst(column.label)})" for column in table.headings)
+    rows = [", ".join(map(_typst, row)) for row in table.rows]
     return _text_of(
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
@@ -153,7 +154,7 @@ def to_typst(table: Table) -> str:
         "    table.hline(),",
         f"    table.header({headings},),",
         "    table.hline(stroke: 0.5pt),",
-        *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
+        *(f"    {row}," for row in rows),
         "    table.hline(),",
         "  ),",
         ")",

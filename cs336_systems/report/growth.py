@@ -60,7 +60,7 @@ class Growth:
     def __str__(self) -> str:
         more = QUANTITIES[self.quantity].format(_written(self.quantity, self.now - self.before))
         cause = f": {self.cause}" if self.cause else ""
-        before, now = (_written(self.quantity, value) for value in (self.before, self.now))
+        before, now = _written(self.quantity, self.before), _written(self.quantity, self.now)
         return f"{self.module or 'the step'} {more}{cause} ({now} in all, was {before})"
 
 
@@ -105,10 +105,13 @@ def _renamed(before: Costs, now: Costs) -> dict[str, str]:
     the order in which they run, if they are as many.
     """
     # dictionaries keep the order in which modules dispatch operations
-    old, new = (dict.fromkeys(map(module_of, costs["operations"])) for costs in (before, now))
+    old = dict.fromkeys(map(module_of, before["operations"]))
+    new = dict.fromkeys(map(module_of, now["operations"]))
     gone = [module for module in old if module not in new]
     come = [module for module in new if module not in old]
-    return dict(zip(gone, come, strict=True)) if len(gone) == len(come) else {}
+    if len(gone) != len(come):
+        return {}
+    return dict(zip(gone, come, strict=True))
 
 
 def _innermost(more: Mapping[str, int]) -> str:

@@ -8,7 +8,6 @@ change here.
 """
 
 import hashlib
-import itertools
 import math
 import re
 from collections import Counter
@@ -144,12 +143,12 @@ def settings_of(subject: Subject) -> dict[str, Any]:
     if isinstance(subject, WatchedLoop):
         values = {name: getattr(subject, name, None) for name in SETTINGS}
         return values | {"size": subject.name}
-    return {
-        field.name: getattr(part, field.name)
-        for part in (subject, subject.model)
-        for field in fields(part)
-        if field.name != "model"
-    }
+    values = {}
+    for part in (subject, subject.model):
+        for field in fields(part):
+            values[field.name] = getattr(part, field.name)
+    del values["model"]  # its own settings stand for it
+    return values
 
 
 def usual_settings(subject: Subject) -> dict[str, Any]:
@@ -251,8 +250,10 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
     that differ still look the same, further columns are added, at last those that are named last,
     such as the digest.
     """
+    if not rows:
+        return [*always]
     placed_otherwise = {*always, *_IMPLIED, *_NAMED_LAST}
-    names = [name for name in rows[0] if name not in placed_otherwise] if rows else []
+    names = [name for name in rows[0] if name not in placed_otherwise]
     ordered = sorted(names, key=_name_place)
     shown = [*always, *(name for name in ordered if _varies(rows, name))]
     by_size: dict[str, list[Identity]] = {}
@@ -264,7 +265,9 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
     # cells cut long values, and a value may be unknown, so rows that differ can look the same
     num_different = len({tuple(row.values()) for row in rows})
     for name in (*ordered, *_IMPLIED, *_NAMED_LAST):
-        looks = {tuple(_cell(row.get(name)) for name in shown) for row in rows}
+        looks = set()
+        for row in rows:
+            looks.add(tuple(_cell(row.get(column)) for column in shown))
         if len(looks) == num_different:
             break
         if name not in shown and len({row.get(name) for row in rows}) > 1:
@@ -380,9 +383,9 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
     texts = []
     for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *of_first)):
         setting = _setting(name)
-        is_noted = setting.noted == "always" or any(
-            row[name] != defaults.get(name) for row, defaults in zip(rows, usual, strict=True)
-        )
+        is_noted = setting.noted == "always"
+        for row, defaults in zip(rows, usual, strict=True):
+            is_noted |= row[name] != defaults.get(name)
         if setting.noted == "never" or (name == "optimizer" and not is_trained):
             is_noted = False
         values = {row[name] for row in rows} - unknown
@@ -397,8 +400,10 @@ def file_names(names: Iterable[str]) -> list[str]:
     """
     taken: dict[str, str] = {}
     for stem in map(file_name, names):
-        numbered = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
-        free = next(candidate for candidate in numbered if candidate.casefold() not in taken)
+        free, number = stem, 1
+        while free.casefold() in taken:
+            number += 1
+            free = f"{stem}_{number}"
         taken[free.casefold()] = free
     return list(taken.values())
 
@@ -408,7 +413,9 @@ def file_name(name: str) -> str:
     characters.
     """
     plain = re.sub("[^A-Za-z0-9.+]+", "_", name)
-    return plain if len(plain) <= MAX_FILE_NAME else f"{plain[: MAX_FILE_NAME - 9]}_{_hashed(name)}"
+    if len(plain) <= MAX_FILE_NAME:
+        return plain
+    return f"{plain[: MAX_FILE_NAME - 9]}_{_hashed(name)}"
 
 
 def _hashed(text: str) -> str:

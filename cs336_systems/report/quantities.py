@@ -157,9 +157,7 @@ def _activity(
 
     def compute(result: "StepResult") -> Value:
         device = find_device(result.device_name or "")
-        shares = [of_record(activity, device) for activity in result.activities]
-        known = [share for share in shares if share is not None]
-        return statistics.fmean(known) if known else None
+        return _mean(of_record(activity, device) for activity in result.activities)
 
     return Quantity(
         name,
@@ -629,7 +627,7 @@ class StepResult(Mapping[str, Any]):
             known_j = [gpu.energy_per_step_j for gpu in of_gpus if gpu is not None]
             if len(known_j) == (self.world_size or 1) and None not in known_j:
                 energies_j.append(sum(filter(None, known_j)))
-        return statistics.fmean(energies_j) if energies_j else None
+        return _mean(energies_j)
 
     @quantity(numeric=False, in_csv="never", write=str)
     def ended(self) -> str:
@@ -644,8 +642,8 @@ class StepResult(Mapping[str, Any]):
     @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:
         """Time of the first step after warm-up."""
-        first_s = [measurement.times_s[0] for measurement in self.measured(Phase.STEP)]
-        return statistics.fmean(first_s) * MS if first_s else None
+        first_s = (measurement.times_s[0] for measurement in self.measured(Phase.STEP))
+        return scaled(_mean(first_s), MS)
 
     @quantity(in_csv="never")
     def prediction_is_doubted(self) -> bool:

@@ -133,13 +133,15 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        tables = all_tables(self.sections.get(STEPS, ()))
-        for first in (
-            findings_section("", self.kernels, lambda entry: kernel_findings(entry)[:1]),
-            findings_section("", self.memory, lambda entry: memory_findings(entry.profile)[:1]),
-        ):
-            tables += first.tables
-        return [*tables, *kernel_tables(self.kernels), *memory_tables(self.memory)]
+        of_kernels = findings_section("", self.kernels, lambda entry: kernel_findings(entry)[:1])
+        of_memory = findings_section(
+            "", self.memory, lambda entry: memory_findings(entry.profile)[:1]
+        )
+        return [
+            *all_tables([*self.sections.get(STEPS, ()), of_kernels, of_memory]),
+            *kernel_tables(self.kernels),
+            *memory_tables(self.memory),
+        ]
 
     def write(
         self, output: Path, status: Callable[..., object], formats: Collection[str] = ()

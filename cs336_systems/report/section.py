@@ -91,7 +91,7 @@ def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[
 def quantity_table(
     title: str,
     rows: Iterable[Sequence[object]],
-    notes: Iterable[str] = (),
+    notes: Iterable[str],
     keys: Sequence[str] = ("quantity", "amount", "unit"),
 ) -> Table:
     """A table with one quantity on each line. Each row holds the values of the columns with

@@ -237,7 +237,10 @@ def _words(texts: Iterable[str]) -> list[str]:
     """The pieces of texts that are not broken when a cell wraps; words longer than MAX_WORD are
     cut.
     """
-    return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
+    words: list[str] = []
+    for text in texts:
+        words += [word[:MAX_WORD] for word in re.split(r" +(?!±)", text)]
+    return words
 
 
 def _widest(texts: Iterable[str]) -> int:
@@ -276,10 +279,9 @@ def _list(table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int]) ->
     """The table as a list: a line for each cell, and a blank line between two rows."""
     blocks = []
     for index in range(len(table.rows)):
-        lines = [
-            f"{inert_line(table.headings[column].label)}: {texts[column][index]}"
-            for column in shown
-            if texts[column][index]
-        ]
+        lines = []
+        for column in shown:
+            if text := texts[column][index]:
+                lines.append(f"{inert_line(table.headings[column].label)}: {text}")
         blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
     return Text("\n\n").join(blocks)

@@ -13,7 +13,7 @@ trace. Times are whole nanoseconds, so that sums are exact.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -129,13 +129,11 @@ class _Modules:
 
     def at(self, thread: Ints, time: Ints) -> Ints:
         """The innermost module range of each launch."""
-        module: Ints = np.append(self._rows, -1)[self._modules.at(thread, time)]
-        return module
+        return np.append(self._rows, -1)[self._modules.at(thread, time)]
 
     def is_forward(self, thread: Ints, time: Ints) -> Mask:
         """Whether each launch is inside a forward range of its thread."""
-        inside: Mask = self._forwards.at(thread, time) >= 0
-        return inside
+        return self._forwards.at(thread, time) >= 0
 
 
 def _is_backward(phase: Codes) -> Mask:
@@ -163,7 +161,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
     is_recomputed[rows] = modules.is_forward(thread, time) & _is_backward(phase[rows])
     return Jobs(
-        **{field.name: getattr(work, field.name) for field in fields(work)},
+        **work.by_name(),
         is_copy=np.arange(len(work)) >= len(trace.kernels),
         collective=collective,
         phase=phase,
@@ -276,9 +274,11 @@ def select_steps(attribution: Attribution) -> Selection:
         never = np.zeros(1, dtype=np.bool_)
         profiled = StepTimes(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=never)
     labels = tuple(attribution.plan.labels[number] for number in used)
+    if all(label == StepLabel() for label in labels):
+        labels = ()
     return Selection(
         steps=profiled,
-        labels=labels if any(label != StepLabel() for label in labels) else (),
+        labels=labels,
         windows=_windows(attribution, profiled, is_whole_trace=not len(used)),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
@@ -299,9 +299,9 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     if not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
     is_launching = attribution.trace.named(calls, ApiCallKind.LAUNCH.is_done_by)
-    launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
-    has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
-    is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())
+    has_launched = steps.number_of(calls.start_ns[is_launching]) > 0
+    first, last = calls.start_ns.min(), calls.start_ns.max()
+    is_outside = (steps.end_ns <= first) | (steps.start_ns > last)
     return is_empty, ~(is_empty & (has_launched | is_outside))
 
 
@@ -316,8 +316,7 @@ def _cut_off(attribution: Attribution) -> Mask:
         return np.zeros(len(steps), dtype=np.bool_)
     beyond = lost[(lost < launch.min()) | (lost > launch.max())]
     in_step = steps.at(beyond)
-    is_cut: Mask = np.bincount(in_step[in_step >= 0], minlength=len(steps)) >= MIN_LOST
-    return is_cut
+    return np.bincount(in_step[in_step >= 0], minlength=len(steps)) >= MIN_LOST
 
 
 def _notes_on_steps(is_empty: Mask, is_recorded: Mask, is_cut: Mask) -> Iterator[str]:
@@ -366,7 +365,8 @@ def _windows(attribution: Attribution, steps: StepTimes, *, is_whole_trace: bool
     start, end = windows.start_ns, windows.end_ns
     if is_whole_trace:
         # what was launched before the first event of the device is a part of the file too
-        start, end = (np.clip(time, steps.start_ns[0], steps.end_ns[0]) for time in (start, end))
+        bounds = steps.start_ns[0], steps.end_ns[0]
+        start, end = np.clip(start, *bounds), np.clip(end, *bounds)
     step = steps.at(start)
     cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
     of_steps = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
@@ -376,8 +376,7 @@ def _windows(attribution: Attribution, steps: StepTimes, *, is_whole_trace: bool
 
 def frame_of(times: Times) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
-    frame = pd.DataFrame({field.name: getattr(times, field.name) for field in fields(times)})
-    return frame.assign(duration_ns=times.duration_ns)
+    return pd.DataFrame(times.by_name()).assign(duration_ns=times.duration_ns)
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:

@@ -56,9 +56,7 @@ def _in_windows(
         rows = busy.rows[is_chosen[busy.rows]]
         total += alone_ns(jobs, rows, rows[:0], windows)
         exposed += alone_ns(jobs, rows, busy.rows[computes(jobs, busy.rows)], windows)
-        start = np.sort(jobs.start_ns[rows])
-        launches += np.searchsorted(start, windows.end_ns)
-        launches -= np.searchsorted(start, windows.start_ns)
+        launches += windows.number_of(jobs.start_ns[rows])
     count = np.maximum(num_devices, 1)[windows.step]
     times = {"launches": launches, "total_s": total / count, "exposed_s": exposed / count}
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})

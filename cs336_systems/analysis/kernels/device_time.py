@@ -132,8 +132,7 @@ def _latest(end: Ints, step: Ints) -> Ints:
     """The latest of the ends so far in each step: a later phase ends no earlier, though its jobs
     may be done before those of the phase before it.
     """
-    latest: Ints = pd.Series(end).groupby(step).cummax().to_numpy()
-    return latest
+    return pd.Series(end).groupby(step).cummax().to_numpy()
 
 
 def _with_rest(windows: HostWindows, steps: StepTimes) -> HostWindows:
@@ -168,13 +167,11 @@ def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:
     step.
     """
     calls = host.calls
-    time = np.sort(calls.start_ns[host.does(ApiCallKind.STREAM_WAIT)])
-    waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
+    waits = windows.number_of(calls.start_ns[host.does(ApiCallKind.STREAM_WAIT)]) > 0
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
     last[windows.step[waits]] = np.flatnonzero(waits)  # the last assignment stays
-    before: Mask = np.arange(len(windows)) < last[windows.step]
-    return before
+    return np.arange(len(windows)) < last[windows.step]
 
 
 def _seen_from(jobs: Jobs, host: Host, first_end_ns: int) -> int:
@@ -232,8 +229,7 @@ class Completion:
         self._end = np.append(-MAX_TIME_NS, np.maximum.accumulate(work.end_ns[rows]))
 
     def __call__(self, time: Ints) -> Ints:
-        finished: Ints = self._end[np.searchsorted(self._launch, time)]
-        return finished
+        return self._end[np.searchsorted(self._launch, time)]
 
 
 def busy_ns(
@@ -242,7 +238,8 @@ def busy_ns(
     """Busy time in each window, as the mean over the devices that its step used; and the number
     of these devices.
     """
-    total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(spans), dtype=np.int64)
+    total = np.zeros(len(windows), dtype=np.int64)
+    count = np.zeros(len(spans), dtype=np.int64)
     for busy in devices:
         count += busy.union.within(spans.start_ns, spans.end_ns) > 0
         total += busy.union.within(windows.start_ns, windows.end_ns)

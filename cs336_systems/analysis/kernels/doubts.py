@@ -38,11 +38,13 @@ def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
     covered, covering = _covered(chosen(work, ~work.is_in_graph))
     api = trace.api_calls
     num_launches = int(trace.named(api, ApiCallKind.ONE_KERNEL.is_done_by).sum())
+    without_time = kernels.duration_ns == 0
+    is_lost = lost_launches(trace) & is_profiled
     return {
         "kernels and copies begin before the call that launched them: the clocks of host and "
         "device do not agree": int(is_early.sum()),
         "kernels last no time: the profiler lost their times, and averages are without them": (
-            0 if is_rounded(kernels) else int((kernels.duration_ns == 0).sum())
+            0 if is_rounded(kernels) else int(without_time.sum())
         ),
         "kernels run before others that had been launched on their stream before them: the order "
         "of kernels or launches is wrong": _out_of_order(trace, chosen(work, ~work.is_in_graph)),
@@ -50,8 +52,8 @@ def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
         f"({covering} such): the others' times are too long": covered,
         "calls that wait for the device return before its work ends: some times are too "
         "long": _early_returns(trace, work),
-        f"of {num_launches} launches have no kernel in the file: events were lost": (
-            int((lost_launches(trace) & is_profiled).sum())
+        f"of {num_launches} launches have no kernel in the file: events were lost": int(
+            is_lost.sum()
         ),
     }
 

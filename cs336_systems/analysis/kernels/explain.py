@@ -243,10 +243,11 @@ def _between_steps(
     holes = attribution.jobs.union().holes(start, end)
     windows = attribution.plan.windows
     data = windows.union(windows.among(LaunchPhase.DATA))
+    data_ns = data.within(holes.start_ns, holes.end_ns)
     return step_profile.BetweenSteps(
         total_s=int((end - start).sum()) / 1e9,
         idle_s=int(holes.duration_ns.sum()) / 1e9,
-        data_s=int(data.within(holes.start_ns, holes.end_ns).sum()) / 1e9,
+        data_s=int(data_ns.sum()) / 1e9,
     )
 
 

@@ -69,8 +69,7 @@ class Host:
         trace.
         """
         end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
-        returned: Ints = np.where(call < 0, launch_ns, np.append(end, 0)[call])
-        return returned
+        return np.where(call < 0, launch_ns, np.append(end, 0)[call])
 
     def longest_call(self, start_ns: int, end_ns: int) -> str:
         """The function in which the host spent most of the interval, on any thread; empty if

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ..columns import Ints, Mask, chosen, groups, joined
+from ..columns import Ints, Mask, chosen, groups, joined, spread
 from .attribution import Jobs, Selection, frame_of, totals
 from .calls import ApiCallKind
 from .device_time import Busy, DeviceSteps
@@ -142,10 +142,8 @@ class _Causes:
         # times longer than _PAUSE_NS in which no thread is in a call
         self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
         waits = np.flatnonzero(calls.is_wait)
-        self._waits = [
-            waits[rows][np.argsort(calls.start_ns[waits[rows]], kind="stable")]
-            for _, rows in groups(calls.thread[waits])
-        ]
+        waits = waits[np.argsort(calls.start_ns[waits], kind="stable")]
+        self._waits = [waits[rows] for _, rows in groups(calls.thread[waits])]
 
     def in_pieces(self, gaps: Gaps) -> Gaps:
         """The idle times, cut where the host began or ended what explains a part of them."""
@@ -154,12 +152,11 @@ class _Causes:
         first = np.searchsorted(cuts, gaps.start_ns, side="right")
         last = np.searchsorted(cuts, gaps.end_ns, side="left")
         count = last - first + 1
-        pieces = chosen(gaps, np.repeat(np.arange(len(gaps)), count))
-        # the number of each piece within its idle time
-        piece = np.arange(len(pieces)) - np.repeat(np.cumsum(count) - count, count)
-        at = np.repeat(first, count) + piece
+        gap, piece = spread(count)
+        pieces = chosen(gaps, gap)
+        at = first[gap] + piece
         start = np.where(piece > 0, np.append(cuts, 0)[at - 1], pieces.start_ns)
-        is_last = piece == np.repeat(count, count) - 1
+        is_last = piece == count[gap] - 1
         end = np.where(is_last, pieces.end_ns, np.append(cuts, 0)[np.minimum(at, len(cuts))])
         return replace(pieces, start_ns=start, end_ns=end)
 
@@ -211,8 +208,7 @@ def _starts_its_launch(jobs: Jobs) -> Mask:
     graph.
     """
     in_order = frame_of(jobs).sort_values("start_ns", kind="stable")
-    is_first: Mask = ~in_order.duplicated(["launch_ns", "thread"]).sort_index().to_numpy()
-    return is_first
+    return ~in_order.duplicated(["launch_ns", "thread"]).sort_index().to_numpy()
 
 
 def longest_gaps(

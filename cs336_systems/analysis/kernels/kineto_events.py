@@ -153,12 +153,16 @@ class Distributed:
 
 
 def _distributed(info: dict[str, Any]) -> Distributed:
-    rank, world_size = info.get("rank"), info.get("world_size")
     return Distributed(
-        rank=rank if isinstance(rank, int) and rank >= 0 else None,
-        world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
+        rank=_whole(info.get("rank"), least=0),
+        world_size=_whole(info.get("world_size"), least=1),
         backend=str(info.get("backend", "")),
     )
+
+
+def _whole(value: object, *, least: int) -> int | None:
+    """The value, if it is a whole number of at least this."""
+    return value if isinstance(value, int) and value >= least else None
 
 
 class _Header(msgspec.Struct):
@@ -366,9 +370,8 @@ def _without_word(match: re.Match[bytes]) -> bytes:
 
 def _is_open(content: bytes | bytearray) -> bool:
     """Whether the content is a list without its last bracket."""
-    return (
-        content[:MAX_EXCERPT].lstrip()[:1] == b"[" and content[-MAX_EXCERPT:].rstrip()[-1:] != b"]"
-    )
+    begin, end = content[:MAX_EXCERPT].lstrip(), content[-MAX_EXCERPT:].rstrip()
+    return begin.startswith(b"[") and not end.endswith(b"]")
 
 
 def _as_file(content: bytes | bytearray, file: type[_FileT], event: type) -> _FileT:

@@ -57,13 +57,12 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
     else:
         of_nodes = {event.args.sequence for event in nodes.events} - {None}
         launching = {event.args.external_id for event in work} - {None, 0}
-        # operators within nodes have the node's number, and name a thread of forward
-        kept = [
-            event
-            for event in operators
-            if event.args.external_id in launching
-            or (event.args.sequence in of_nodes and not event.args.forward_thread)
-        ]
+        kept = []
+        for event in operators:
+            # operators within nodes have the node's number, and name a thread of forward
+            is_differentiated = event.args.sequence in of_nodes and not event.args.forward_thread
+            if is_differentiated or event.args.external_id in launching:
+                kept.append(event)
     calls = events.batch(kept, counts=work is None)
     is_recorded = _is_recorded(calls, nodes)
     forward = _forward(calls, nodes, is_recorded)
@@ -72,8 +71,11 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
 
 def _numbers(values: Iterable[object]) -> Ints:
     """The values as whole numbers; -1 for what is none of at most 62 bits."""
-    whole = [value if isinstance(value, int) and -1 <= value < 2**62 else -1 for value in values]
-    return np.array(whole, dtype=np.int64)
+    numbers = []
+    for value in values:
+        is_number = isinstance(value, int) and -1 <= value < 2**62
+        numbers.append(value if is_number else -1)
+    return np.array(numbers, dtype=np.int64)
 
 
 def _is_recorded(calls: EventBatch, nodes: EventBatch) -> Mask:
@@ -89,8 +91,7 @@ def _is_recorded(calls: EventBatch, nodes: EventBatch) -> Mask:
     is_forward = _numbers(event.args.forward_thread for event in calls.events) <= 0
     within = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns)
     is_outside = within.at(calls.thread, calls.start_ns) < 0
-    is_recorded: Mask = is_forward & is_outside & is_numbered
-    return is_recorded
+    return is_forward & is_outside & is_numbered
 
 
 def _forward(calls: EventBatch, nodes: EventBatch, is_forward: Mask) -> Ints:

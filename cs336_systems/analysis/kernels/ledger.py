@@ -138,9 +138,7 @@ def _first_alone(start: Ints, end: Ints, chosen: Mask) -> Ints:
 
 def _ledger_times(row: _Row, total: _Sums) -> LedgerTimes:
     """A row with its sums."""
-    calls, flops = total.calls, None
-    if row.form is not None:
-        flops = calls * _flops(row)
+    calls = total.calls
     return LedgerTimes(
         phase=row.phase,
         part=row.part,
@@ -153,7 +151,7 @@ def _ledger_times(row: _Row, total: _Sums) -> LedgerTimes:
         count=total.count,
         total_s=total.time_ns / 1e9,
         beside_others_s=(total.time_ns - total.counted_ns) / 1e9,
-        flops=flops,
+        flops=None if row.form is None else calls * _flops(row),
         bytes=None if row.bytes is None else calls * row.bytes,
     )
 
@@ -174,10 +172,9 @@ def _rows_of_step(
     """The rows of one phase of one step, each with kernels that follow each other."""
     seen = _on_device(kernels, strings)
     expected = _on_tape(known)
-    is_known = bool(known) and [_kind(part) for part in seen if _is_anchor(part)] == [
-        _kind_of(operation) for operation, _ in expected if operation is not None
-    ]
-    if not is_known:
+    kinds_seen = [_kind(part) for part in seen if _is_anchor(part)]
+    kinds_known = [_kind_of(operation) for operation, _ in expected if operation is not None]
+    if not known or kinds_seen != kinds_known:
         for part in seen:
             yield _Row(phase, part.part, tuple(part.names)), part
         return

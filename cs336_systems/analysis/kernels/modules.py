@@ -70,7 +70,8 @@ def range_parts(attribution: Attribution) -> RangeParts:
     """
     ranges, strings = attribution.trace.ranges, attribution.trace.strings
     part = _attention_ranges(attribution)
-    part_range = np.append(np.where(part == NO_PART, -1, np.arange(len(part))), -1).tolist()
+    of_part = np.where(part == NO_PART, -1, np.arange(len(part)))
+    part_range = [*of_part.tolist(), -1]
     path = [0] * len(part_range)
     numbers: dict[tuple[int, int], int] = {}
     paths = [(0, "")]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..columns import NO_ROWS, Ints, Mask, chosen, joined
+from ..columns import NO_ROWS, Ints, Mask, chosen, joined, runs
 from .calls import TO_DEVICE, ApiCallKind
 from .classes import OF_BACKWARD, OF_OPTIMIZER, OF_TRAINING, KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
@@ -102,7 +102,7 @@ def _main_by_kernels(trace: Trace) -> int | None:
     """The thread that launches an optimizer's kernels, else the only one that launches outside of
     autograd's nodes, or, of two or more, no kernel of backward; None if nothing tells it.
     """
-    kernels = _launched_alone(trace)
+    kernels = launched_alone(trace)
     of_optimizer = kernels.thread[trace.named(kernels, OF_OPTIMIZER.search)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
@@ -115,7 +115,7 @@ def _main_by_kernels(trace: Trace) -> int | None:
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
 
 
-def _launched_alone(trace: Trace) -> DeviceWork:
+def launched_alone(trace: Trace) -> DeviceWork:
     """The kernels that calls of their own launched: a graph may be of a whole step, so its kernels
     tell nothing of the thread that launches it.
     """
@@ -218,7 +218,7 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     """The threads but the main one that launch kernels of backward; where none does by name, the
     other thread if there is only one, and it computes: a thread that makes batches moves values.
     """
-    kernels = _launched_alone(trace)
+    kernels = launched_alone(trace)
     others = np.setdiff1d(kernels.thread, [main])
     telling = kernels.thread[trace.named(kernels, OF_BACKWARD.search)]
     of_backward = np.intersect1d(others, telling)
@@ -237,28 +237,26 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     """After each backward, the time from the first to the last launch of an optimizer's kernel by
     the main thread.
     """
-    kernels = trace.kernels
-    is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
-    is_telling = is_of_main & trace.named(kernels, OF_OPTIMIZER.search)
-    rows = np.flatnonzero(is_telling & ~windows.cover(kernels.launch_ns))
-    rows = rows[np.argsort(kernels.launch_ns[rows], kind="stable")]
-    time, returned = kernels.launch_ns[rows], _returned(trace, rows)
+    kernels = launched_alone(trace)
+    is_telling = (kernels.thread == main) & trace.named(kernels, OF_OPTIMIZER.search)
+    kernels = chosen(kernels, is_telling & ~windows.cover(kernels.launch_ns))
+    kernels = chosen(kernels, np.argsort(kernels.launch_ns, kind="stable"))
     # the number of windows before a launch tells which of them lie between the same two
-    behind = np.searchsorted(windows.start_ns, time, side="right")
-    after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
-    time, returned, behind = time[after], returned[after], behind[after]
-    change = np.flatnonzero(np.diff(behind, prepend=-1))
-    last = np.append(change[1:], len(time))[: len(change)] - 1
-    return windows_of(LaunchPhase.OPTIMIZER, time[change], returned[last])
+    num_before = np.searchsorted(windows.start_ns, kernels.launch_ns, side="right")
+    is_backward = np.append(windows.among(LaunchPhase.BACKWARD), False)[num_before - 1]
+    is_after = is_backward & (num_before > 0)
+    kernels = chosen(kernels, is_after)
+    first, last = runs(num_before[is_after])
+    returned = _returned(trace, kernels)
+    return windows_of(LaunchPhase.OPTIMIZER, kernels.launch_ns[first], returned[last])
 
 
-def _returned(trace: Trace, rows: Ints) -> Ints:
+def _returned(trace: Trace, kernels: DeviceWork) -> Ints:
     """When the call that launched each of these kernels returned; without a call, just after the
     launch.
     """
-    launch, call = trace.kernels.launch_ns[rows], trace.kernels.call[rows]
-    ends: Ints = np.append(trace.api_calls.end_ns, 0)[call]
-    return np.maximum(ends, launch + 1)
+    ends: Ints = np.append(trace.api_calls.end_ns, 0)[kernels.call]
+    return np.maximum(ends, kernels.launch_ns + 1)
 
 
 def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:
@@ -352,10 +350,9 @@ def main_events(trace: Trace, main: int, without: Ints) -> Ints:
 
 def update_launches(trace: Trace, main: int) -> Ints:
     """When the main thread launched kernels of optimizers and of what they need, in order."""
-    kernels = trace.kernels
+    kernels = launched_alone(trace)
     is_update = trace.named(kernels, lambda name: classify_kernel(name) is KernelClass.OPTIMIZER)
-    is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
-    return np.sort(kernels.launch_ns[is_of_main & is_update])
+    return np.sort(kernels.launch_ns[is_update & (kernels.thread == main)])
 
 
 def batches(trace: Trace, main: int) -> Ints:

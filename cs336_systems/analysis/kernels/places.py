@@ -39,5 +39,6 @@ def _of_frames(kernels: pd.DataFrame, trace: Trace) -> tuple[Ints, tuple[Place, 
     time = np.where(is_backward, np.append(operators.start_ns, 0)[forward], time)
     innermost = frames.by_thread().at(thread, time)
     names, place = np.unique(frames.name, return_inverse=True)
+    places = tuple(place_of(trace.strings[name]) for name in names)
     known = np.where(kernels["is_launched"], innermost, -1)
-    return np.append(place, -1)[known], tuple(place_of(trace.strings[name]) for name in names)
+    return np.append(place, -1)[known], places

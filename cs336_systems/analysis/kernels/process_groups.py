@@ -101,17 +101,22 @@ def rank_times(
     waited_ns, last = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     np.add.at(waited_ns, place, collectives["duration_ns"] - collectives["sent_ns"])
     np.add.at(last, place, collectives["is_last"])
-    return tuple(
-        RankTimes(
+    times = []
+    for number, (rank, profile) in enumerate(profiles):
+        waited_s = num_last = None
+        if is_known:
+            waited_s = tuple((waited_ns[number] / 1e9).tolist())
+            num_last = tuple(last[number].tolist())
+        of_rank = RankTimes(
             rank=rank,
             step_s=profile.step_s,
             phases=profile.phases,
             communication=profile.communication,
-            waited_s=tuple((waited_ns[number] / 1e9).tolist()) if is_known else None,
-            last=tuple(last[number].tolist()) if is_known else None,
+            waited_s=waited_s,
+            last=num_last,
         )
-        for number, (rank, profile) in enumerate(profiles)
-    )
+        times.append(of_rank)
+    return tuple(times)
 
 
 def step_skews(collectives: pd.DataFrame, num_steps: int) -> tuple[StepSkew, ...]:
@@ -139,16 +144,15 @@ def group_times(collectives: pd.DataFrame) -> Iterator[GroupTimes]:
     rows = []
     for _, part in collectives.groupby(["key", "collective"]):
         said = part.iloc[0]
-        num_bytes = part["num_bytes"].sum(skipna=False)
         rows.append(
             GroupTimes(
                 group=said["description"] or said["group"],
                 ranks=said["ranks"],
-                size=None if isnan(said["size"]) else int(said["size"]),
+                size=_whole(said["size"]),
                 here=int(said["here"]),
                 collective=COLLECTIVES[said["collective"]],
                 count=len(part),
-                bytes=None if isnan(num_bytes) else int(num_bytes),
+                bytes=_whole(part["num_bytes"].sum(skipna=False)),
                 total_s=int(part["duration_ns"].sum()) / 1e9,
                 exposed_s=int(part["exposed_ns"].sum()) / 1e9,
                 sent_s=int(part["sent_ns"].sum()) / 1e9,
@@ -156,3 +160,8 @@ def group_times(collectives: pd.DataFrame) -> Iterator[GroupTimes]:
             )
         )
     yield from sorted(rows, key=lambda row: -row.total_s)
+
+
+def _whole(number: float) -> int | None:
+    """The number, which NaN stands for where it is not known."""
+    return None if isnan(number) else int(number)

@@ -76,7 +76,10 @@ def _runs(files: Sequence[_File]) -> list[list[_File]]:
             runs.append(of_run)
             continue
         for of_folder in _grouped(of_run, lambda file: file.path.parent):
-            runs += [of_folder] if _is_one(of_folder) else [[file] for file in of_folder]
+            if _is_one(of_folder):
+                runs.append(of_folder)
+            else:
+                runs += [[file] for file in of_folder]
     return runs
 
 

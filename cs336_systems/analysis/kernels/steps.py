@@ -103,15 +103,17 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
             )
             notes += _note_of_apart(apart)
         notes += _note(trace, windows, is_inference, is_named)
-    unnamed = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     times = _step_times(trace, names, steps.start_ns, steps.end_ns)
-    labels = _labels(trace, steps, names, windows)
+    labels = _labels(trace, times, steps.names, names, windows)
+    if len(labels) != len(times):
+        labels = (StepLabel(),) * len(times)
+    unnamed = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     return PhasePlan(
         source=PhaseSource.RANGES if is_named else unnamed,
         windows=windows,
         steps=times,
         steps_from=steps.shown_by,
-        labels=labels if len(labels) == len(times) else (StepLabel(),) * len(times),
+        labels=labels,
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
         main=None if has_forward else main,
@@ -292,19 +294,27 @@ def find_period(names: Ints) -> int | None:
 
 
 def _labels(
-    trace: Trace, steps: _Steps, names: PhaseRanges, windows: MarkedWindows
+    trace: Trace,
+    steps: StepTimes,
+    of_steps: tuple[int, ...],
+    names: PhaseRanges,
+    windows: MarkedWindows,
 ) -> tuple[StepLabel, ...]:
-    """What tells the steps of one kind from those of another, or nothing if all are alike."""
+    """What tells the steps of one kind from those of another, or nothing if all are alike;
+    `of_steps` has the name of each step's range.
+    """
     if names.labels:
-        return tuple(names.labels.get(name, StepLabel()) for name in steps.names)
-    if not steps.names:
+        return tuple(names.labels.get(name, StepLabel()) for name in of_steps)
+    if not of_steps:
         return ()  # steps that something else shows than ranges may be parts of one
-    has_optimizer = _has(windows.start_ns[windows.is_update], steps)
-    has_backward = _has(windows.start_ns[windows.among(LaunchPhase.BACKWARD)], steps)
-    has_forward = _has(windows.start_ns[windows.among(LaunchPhase.FORWARD)], steps)
+    is_backward = windows.among(LaunchPhase.BACKWARD)
+    is_forward = windows.among(LaunchPhase.FORWARD)
+    has_optimizer = steps.number_of(windows.start_ns[windows.is_update]) > 0
+    has_backward = steps.number_of(windows.start_ns[is_backward]) > 0
+    has_forward = steps.number_of(windows.start_ns[is_forward]) > 0
     # what was launched in no phase may be a backward that nothing shows
     launch = trace.kernels.launch_ns[trace.kernels.is_launched]
-    in_no_phase = _has(launch[~windows.cover(launch)], steps)
+    in_no_phase = steps.number_of(launch[~windows.cover(launch)]) > 0
     is_forward_only = has_forward & ~in_no_phase & has_backward.any()
     kinds = np.select(
         [has_optimizer, has_backward, is_forward_only],
@@ -314,12 +324,6 @@ def _labels(
     if len(set(kinds)) < 2:
         kinds = [""] * len(kinds)
     return tuple(StepLabel(kind=kind) for kind in kinds)
-
-
-def _has(times: Ints, steps: _Steps) -> Mask:
-    """Whether one of the times lies in each step."""
-    times = np.sort(times)
-    return np.searchsorted(times, steps.end_ns) > np.searchsorted(times, steps.start_ns)
 
 
 def _passes_per_step(windows: MarkedWindows) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined
+from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined, spread
 from ..memory.profile import Place
 
 _DRIVERS_OWN = re.compile(
@@ -64,10 +64,15 @@ class Times(Columns):
         """All stretches of these rows together."""
         return Union(self.start_ns[rows], self.end_ns[rows])
 
+    def number_of(self, time: Ints) -> Ints:
+        """How many of these times lie in each stretch."""
+        ordered = np.sort(time)
+        begun = np.searchsorted(ordered, self.start_ns)
+        return np.searchsorted(ordered, self.end_ns) - begun
+
     def cover(self, time: Ints) -> Mask:
         """Whether each time lies in one of the stretches."""
-        is_inside: Mask = self.union().within(time, time + 1) > 0
-        return is_inside
+        return self.union().within(time, time + 1) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,8 +328,7 @@ class Nesting:
 
     def at(self, time: Ints) -> Ints:
         """Index of the innermost interval at each time, -1 for none."""
-        innermost: Ints = self._owner[np.searchsorted(self._time, time, side="right") - 1]
-        return innermost
+        return self._owner[np.searchsorted(self._time, time, side="right") - 1]
 
 
 class GroupNesting:
@@ -471,8 +475,7 @@ class Union:
         """For each time, how long at least one interval was open before it."""
         at = np.searchsorted(self.start, time, side="right")
         start, end = (np.append(-MAX_TIME_NS, bounds)[at] for bounds in (self.start, self.end))
-        covered: Ints = self._before[at] + np.where(at > 0, np.minimum(time, end) - start, 0)
-        return covered
+        return self._before[at] + np.where(at > 0, np.minimum(time, end) - start, 0)
 
     def within(self, start: Ints, end: Ints) -> Ints:
         """How long at least one interval is open in each window."""
@@ -491,8 +494,7 @@ class Union:
         first = np.searchsorted(hole_end, start, side="right")
         count = np.where(end > start, np.searchsorted(hole_start, end) - first, 0)
         # one row for each pair of a window and a hole in it
-        window = np.repeat(np.arange(len(start)), count)
-        place_in_window = np.arange(len(window)) - np.repeat(np.cumsum(count) - count, count)
+        window, place_in_window = spread(count)
         hole = first[window] + place_in_window
         before = np.where(hole_start[hole] > start[window], np.append(-1, self._last)[hole], -1)
         after = np.where(hole_end[hole] < end[window], np.append(self._first, -1)[hole], -1)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..columns import Columns, Ints, Mask, chosen
+from ..columns import Columns, Ints, Mask, chosen, runs
 from .classes import classify_kernel
-from .phase_plan import COMPUTING, MarkedWindows, windows_of
+from .phase_plan import COMPUTING, MarkedWindows, launched_alone, windows_of
 from .phases import LaunchPhase
 from .trace import Trace
 
@@ -62,21 +62,20 @@ def computed_without_gradients(trace: Trace, windows: MarkedWindows, main: int) 
 
 
 def _launches(trace: Trace, windows: MarkedWindows, main: int, backward: Ints) -> _Launches:
-    kernels, operators = trace.kernels, trace.operators
+    kernels, operators = launched_alone(trace), trace.operators
     operator = operators.by_thread().at(kernels.thread, kernels.launch_ns)
-    is_of_main = kernels.is_launched & ~kernels.is_in_graph & (kernels.thread == main)
-    rows = np.flatnonzero(is_of_main & (operator >= 0) & ~windows.cover(kernels.launch_ns))
-    rows = rows[np.argsort(kernels.launch_ns[rows], kind="stable")]
-    time = kernels.launch_ns[rows]
+    is_free = (operator >= 0) & ~windows.cover(kernels.launch_ns)
+    kernels = chosen(kernels, is_free & (kernels.thread == main))
+    kernels = chosen(kernels, np.argsort(kernels.launch_ns, kind="stable"))
+    time = kernels.launch_ns
     recorded = chosen(operators, operators.is_recorded & (operators.thread == main))
     is_making = trace.named(operators, MAKING.search) & (operators.thread == main)
-    of_rows = chosen(kernels, rows)
     return _Launches(
         time_ns=time,
         window=np.searchsorted(windows.start_ns, time),
         backward=np.searchsorted(backward, time),
         is_recorded=recorded.cover(time),
-        computes=trace.named(of_rows, lambda name: classify_kernel(name) in COMPUTING),
+        computes=trace.named(kernels, lambda name: classify_kernel(name) in COMPUTING),
         works=~chosen(operators, is_making).cover(time),
     )
 
@@ -84,10 +83,9 @@ def _launches(trace: Trace, windows: MarkedWindows, main: int, backward: Ints) -
 def _stretches(launches: _Launches) -> tuple[Ints, Ints]:
     """The first and the last launch of each stretch without gradients, between two windows."""
     kind = 2 * launches.window + launches.is_recorded
-    begins = np.flatnonzero(np.diff(kind, prepend=-1))
-    last = np.append(begins[1:], len(launches))[: len(begins)] - 1
-    is_plain = ~launches.is_recorded[begins]
-    return begins[is_plain], last[is_plain]
+    first, last = runs(kind)
+    is_plain = ~launches.is_recorded[first]
+    return first[is_plain], last[is_plain]
 
 
 def _is_leading(launches: _Launches, first: Ints, last: Ints) -> Mask:
@@ -96,8 +94,7 @@ def _is_leading(launches: _Launches, first: Ints, last: Ints) -> Mask:
     first_recorded = np.full(launches.backward.max(initial=0) + 1, -1)
     first_recorded[of_backward] = np.flatnonzero(launches.is_recorded)[position]
     works = _number(launches.works | launches.computes, first, last) > 0
-    is_leading: Mask = works & (first < first_recorded[launches.backward[first]])
-    return is_leading
+    return works & (first < first_recorded[launches.backward[first]])
 
 
 def _computes_much(launches: _Launches, first: Ints, last: Ints) -> Mask:

@@ -39,16 +39,17 @@ def block_memory(snapshot: LabelledSnapshot) -> tuple[BlockMemory, ...]:
         """Requested bytes of the tensors that were seen under these indices."""
         return int(snapshot.replay.allocations.requested_bytes[row_of[list(indices)]].sum())
 
-    return tuple(
-        BlockMemory(
+    memory = []
+    for block, indices in sorted(saved.items()):
+        of_block = BlockMemory(
             name=block_range(block),
             saved_bytes=num_bytes(indices),
             saved=_saved_tensors(snapshot, indices),
             parameter_bytes=num_bytes(parameters.get(block, ())),
             gradient_bytes=num_bytes(gradients.get(block, ())),
         )
-        for block, indices in sorted(saved.items())
-    )
+        memory.append(of_block)
+    return tuple(memory)
 
 
 def _by_block(

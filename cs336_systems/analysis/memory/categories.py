@@ -36,7 +36,7 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
 
 def categorise(
-    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, callers: Callers | None = None
+    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, callers: Callers | None
 ) -> tuple[Ints, Ints]:
     """For each allocation the code of its category, and the sighting that decided it or
     NOT_SIGHTED.
@@ -78,8 +78,7 @@ def _codes_without_notes(replay: Replay, callers: Callers | None) -> Ints:
     """
     if callers is None:
         held, temporary = CATEGORY_CODES[Category.HELD], CATEGORY_CODES[Category.TEMPORARY]
-        codes: Ints = np.where(replay.is_held_throughout, held, temporary)
-        return codes
+        return np.where(replay.is_held_throughout, held, temporary)
     category = _codes_by_lifetime(replay)
     category[_is_gradient(replay, callers)] = CATEGORY_CODES[Category.GRADIENTS]
     category[_is_optimizer_state(replay, callers)] = CATEGORY_CODES[Category.OPTIMIZER_STATE]

@@ -163,6 +163,8 @@ class _Explanation:
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
         like = Groups(self._labelled)
+        is_expandable = self._snapshot.settings.get("expandable_segments") is True
+        is_expandable |= bool(self._memory.segments.is_expandable.any())
         return MemoryProfile(
             source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
@@ -182,8 +184,7 @@ class _Explanation:
             notes=tuple(self._notes_to_reader()),
             private_bytes=int(self._replay.private_bytes[self._peak]),
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
-            is_expandable=self._snapshot.settings.get("expandable_segments") is True
-            or bool(self._memory.segments.is_expandable.any()),
+            is_expandable=is_expandable,
             lacks_segments=self._replay.lacks_segments,
             doubts=self._replay.doubts,
             other_devices=self._others,

@@ -106,6 +106,8 @@ class Groups:
         names = {self._names[index] for index in indices}
         if len(names) > 1:
             names = {like_name(name) for name in names}
+        shapes = {sighting.shape for sighting in sightings}
+        dtypes = {sighting.dtype for sighting in sightings}
         return LikeAllocations(
             num_bytes=int(rows.num_bytes[members].max()),
             requested_bytes=int(rows.requested_bytes[first]),
@@ -114,8 +116,8 @@ class Groups:
             bytes_at_peak=int(rows.num_bytes[at_peak].sum()),
             category=CATEGORIES[snapshot.category[first]],
             name=_agreed(names, self._labels[stacks[0]]),
-            shape=_agreed({sighting.shape for sighting in sightings}, ()),
-            dtype=_agreed({sighting.dtype for sighting in sightings}, ""),
+            shape=_agreed(shapes, ()),
+            dtype=_agreed(dtypes, ""),
             phase=self._phase_names[self._phase_of_row[first]],
             places=_common([self._places[stack] for stack in stacks]),
             module=self._modules[stacks[0]],

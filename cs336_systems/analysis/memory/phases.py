@@ -84,8 +84,11 @@ def find_phases(events: AllocatorEvents, notes: MemoryNotes, last_oom: int) -> P
     is_there = moments != NO_MOMENT
     marks = tuple(notes.marks[index] for index in np.flatnonzero(is_there))
     moments = moments[is_there]
-    names = ["" if mark.name == START else mark.name for mark in marks]
-    steps = [UNKNOWN_STEP if mark.name == START else mark.step for mark in marks]
+    names, steps = [], []
+    for mark in marks:
+        is_start = mark.name == START
+        names.append("" if is_start else mark.name)
+        steps.append(UNKNOWN_STEP if is_start else mark.step)
     name, step = "", UNKNOWN_STEP
     if marks and last_oom >= moments[-1] and marks[-1].name in _NEXT_PHASE:
         name, step = _NEXT_PHASE[marks[-1].name].value, marks[-1].step

@@ -57,10 +57,6 @@ class Category(StrEnum):
 
 CATEGORIES = tuple(Category)
 CATEGORY_CODES = {category: code for code, category in enumerate(CATEGORIES)}
-OPTIONAL = (Category.EARLIER, Category.KEPT, Category.POOL)
-"""Categories that only snapshots of other programs, or of CUDA graphs, have: tables have a
-column only where needed.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

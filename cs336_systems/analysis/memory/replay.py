@@ -11,7 +11,7 @@ existed before the recording.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -122,8 +122,7 @@ class Replay:
     @property
     def is_private(self) -> Mask:
         """For each allocation, whether it lies in a private pool."""
-        is_private: Mask = np.append(self.memory.segments.pool, 0)[self.segment] > 0
-        return is_private
+        return np.append(self.memory.segments.pool, 0)[self.segment] > 0
 
     @cached_property
     def private_bytes(self) -> Ints:
@@ -144,15 +143,8 @@ class Replay:
         used = np.zeros_like(reserved)
         is_there = (rows.start < moment) & (moment <= rows.end)
         np.add.at(used, self.segment[is_there], rows.num_bytes[is_there])
-        kinds: list[tuple[int | None, bool | None, bool | None]] = [
-            *zip(
-                segments.pool.tolist(),
-                segments.is_small.tolist(),
-                segments.is_expandable.tolist(),
-                strict=True,
-            ),
-            (None, None, None),
-        ]
+        columns = segments.pool, segments.is_small, segments.is_expandable
+        kinds = [*zip(*(column.tolist() for column in columns), strict=True), (None, None, None)]
         sums: dict[tuple[int | None, bool | None, bool | None], Ints] = {}
         for kind, amounts in zip(kinds, np.stack((reserved, used), axis=1), strict=True):
             sums[kind] = sums.get(kind, np.zeros(2, dtype=np.int64)) + amounts
@@ -214,7 +206,7 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     held, notes_on_held = _held_throughout(memory, recorded)
     lifetimes = joined(recorded, held)
     notes_on_sizes = _notes_on_sizes(lifetimes, len(memory.events), settings)
-    columns = {field.name: getattr(lifetimes, field.name) for field in fields(Lifetimes)}
+    columns = lifetimes.by_name()
     segments = _segments(memory)
     columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
     allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
@@ -372,8 +364,7 @@ def _overlap(address: Ints, num_bytes: Ints, recorded: Lifetimes) -> Mask:
     ends = np.append(0, np.maximum.accumulate(recorded.address + recorded.num_bytes))
     num_below = np.searchsorted(recorded.address, address)
     num_before_end = np.searchsorted(recorded.address, address + np.maximum(num_bytes, 1))
-    is_overlapped: Mask = (ends[num_below] > address) | (num_before_end > num_below)
-    return is_overlapped
+    return (ends[num_below] > address) | (num_before_end > num_below)
 
 
 def _changes(memory: DeviceMemory) -> Ints:
@@ -381,8 +372,7 @@ def _changes(memory: DeviceMemory) -> Ints:
     sign = np.zeros(len(Action), dtype=np.int64)
     sign[[Action.SEGMENT_ALLOC, Action.SEGMENT_MAP]] = 1
     sign[[Action.SEGMENT_FREE, Action.SEGMENT_UNMAP]] = -1
-    changes: Ints = sign[memory.events.action] * memory.events.num_bytes
-    return changes
+    return sign[memory.events.action] * memory.events.num_bytes
 
 
 def _backwards(at_end: int, changes: Ints) -> Ints:

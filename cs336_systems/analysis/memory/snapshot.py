@@ -23,7 +23,7 @@ import psutil
 
 from ...posix_needed import IS_POSIX
 from ...text import counted
-from ..columns import Columns, Ints, Mask, ProfileError, read_head, what_it_is
+from ..columns import Columns, Ints, Mask, ProfileError, read_head, spread, what_it_is
 
 if IS_POSIX:
     import resource
@@ -305,18 +305,19 @@ class _Converter:
         for segment in content["segments"]:
             segments_of.setdefault(segment["device"], []).append(segment)
         trace_of = {device: trace for device, trace in enumerate(content["device_traces"]) if trace}
-        devices = tuple(
-            DeviceMemory(
+        devices = []
+        for device in sorted({*segments_of, *trace_of}):
+            segments = segments_of.get(device, [])
+            memory = DeviceMemory(
                 device=device,
-                segments=_segments(segments_of.get(device, [])),
-                blocks=self._blocks(segments_of.get(device, [])),
+                segments=_segments(segments),
+                blocks=self._blocks(segments),
                 events=self._events(trace_of.get(device, [])),
             )
-            for device in sorted({*segments_of, *trace_of})
-        )
+            devices.append(memory)
         return Snapshot(
             path=path,
-            devices=devices,
+            devices=tuple(devices),
             stacks=tuple(stack for stack, _ in self._stacks),
             labels=tuple(label for _, label in self._stacks),
             annotations=_annotations(content.get("external_annotations", ())),
@@ -328,6 +329,7 @@ class _Converter:
         """The blocks of each segment in turn."""
         num_blocks = [len(segment["blocks"]) for segment in segments]
         blocks = [*chain.from_iterable(segment["blocks"] for segment in segments)]
+        addresses = [*chain.from_iterable(map(_addresses, segments))]
         requested_bytes, with_frames = [], []
         for block in blocks:
             # until version 2.0, PyTorch wrote request and stack of the block's last use apart
@@ -335,10 +337,11 @@ class _Converter:
             real_size = last.get("real_size", block["size"])
             requested_bytes.append(block.get("requested_size", real_size))
             with_frames.append(block if "frames" in block else last)
+        segment, _ = spread(_ints(num_blocks))
         return BlockStates(
-            segment=np.repeat(np.arange(len(segments)), _ints(num_blocks)),
-            address=_ints([*chain.from_iterable(map(_addresses, segments))]),
-            num_bytes=_sizes([block["size"] for block in blocks]),
+            segment=segment,
+            address=_ints(addresses),
+            num_bytes=_sizes(_values(blocks, "size")),
             requested_bytes=_sizes(requested_bytes),
             state=_ints([STATES[block["state"]] for block in blocks]),
             stack=self._stack_numbers(with_frames),
@@ -352,13 +355,15 @@ class _Converter:
             for action in ACTIONS:
                 del actions[action]
             self._unknown += actions
+        addresses = []
+        for event in known:
+            key = "addr" if "addr" in event else "device_free"
+            addresses.append(event[key])
         return AllocatorEvents(
             action=_ints([ACTIONS[event["action"]] for event in known]),
-            address=_ints(
-                [event["addr"] if "addr" in event else event["device_free"] for event in known]
-            ),
-            num_bytes=_sizes([event["size"] for event in known]),
-            stream=_ints([event["stream"] for event in known]),
+            address=_ints(addresses),
+            num_bytes=_sizes(_values(known, "size")),
+            stream=_ints(_values(known, "stream")),
             time_us=_ints([event.get("time_us", 0) for event in known]),
             stack=self._stack_numbers(known),
         )
@@ -406,17 +411,23 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
     share.
     """
     pools = [tuple(segment.get("segment_pool_id", SHARED_POOL)) for segment in segments]
-    number_of = {SHARED_POOL: 0} | {
-        pool: number for number, pool in enumerate(sorted({*pools} - {SHARED_POOL}), start=1)
-    }
+    private = sorted({*pools} - {SHARED_POOL})
+    number_of = {pool: number for number, pool in enumerate([SHARED_POOL, *private])}
+    is_small = [segment.get("segment_type") == "small" for segment in segments]
+    is_expandable = [segment.get("is_expandable", False) for segment in segments]
     return Segments(
-        address=_ints([segment["address"] for segment in segments]),
-        num_bytes=_sizes([segment["total_size"] for segment in segments]),
-        stream=_ints([segment["stream"] for segment in segments]),
+        address=_ints(_values(segments, "address")),
+        num_bytes=_sizes(_values(segments, "total_size")),
+        stream=_ints(_values(segments, "stream")),
         pool=_ints([number_of[pool] for pool in pools]),
-        is_small=_ints([segment.get("segment_type") == "small" for segment in segments]) > 0,
-        is_expandable=_ints([segment.get("is_expandable", False) for segment in segments]) > 0,
+        is_small=_ints(is_small) > 0,
+        is_expandable=_ints(is_expandable) > 0,
     )
+
+
+def _values(things: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    """What each of the things has under the key."""
+    return [thing[key] for thing in things]
 
 
 _NO_FRAMES = [UNRECORDED[0]._asdict()]

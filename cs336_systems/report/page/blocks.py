@@ -116,12 +116,12 @@ class Bars:
         styles = visible(self.bars, self.styles)
         if len(self.bars) > 1:
             return [(name, style, "") for name, style in styles.items()]
-        return [
-            (name, styles[name], self.words(bar, name))
-            for bar in self.bars
-            for name in bar.parts
-            if name in styles
-        ]
+        entries = []
+        for bar in self.bars:
+            for name in bar.parts:
+                if name in styles:
+                    entries.append((name, styles[name], self.words(bar, name)))
+        return entries
 
     def words(self, bar: Bar, name: str) -> str:
         """How large the part is, and which share of the bar."""
@@ -144,7 +144,9 @@ class Bars:
 
     def width(self, bar: Bar, value: float) -> str:
         """The part of the full width that this value of the bar takes, for CSS."""
-        full = bar.length if self.are_shares else max(other.length for other in self.bars)
+        full = bar.length
+        if not self.are_shares:
+            full = max(other.length for other in self.bars)
         return f"{100 * value / full:.3f}%" if full else "0"
 
     @property
@@ -221,8 +223,11 @@ class Entry:
         """The last bars of the page's first screen, else its first picture."""
         if self.page.glance is not None and self.page.glance.bars:
             return self.page.glance.bars[-1]
-        blocks = (block for chapter in self.page.chapters for block in chapter.blocks)
-        return next((block for block in blocks if isinstance(block, PictureBlock | Bars)), None)
+        for chapter in self.page.chapters:
+            for block in chapter.blocks:
+                if isinstance(block, PictureBlock | Bars):
+                    return block
+        return None
 
 
 Block = Entry | Prose | TableBlock | PictureBlock | Bars | Facts | Closed

@@ -124,9 +124,9 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
         findings.append(f"{results.lost.capitalize()}.")
     if findings:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=findings)])
-    counts = Counter(note for table in tables for note in table.notes)
+    counts = Counter(chain.from_iterable(table.notes for table in tables))
     repeated = [note for note, count in counts.items() if count > 1]
-    shown = [bar.parts for bars in glance.bars for bar in bars.bars]
+    shown = [bar.parts for bar in chain.from_iterable(bars.bars for bars in glance.bars)]
     for number, (title, part) in enumerate(sections.items()):
         blocks = []
         for block in _blocks(title, part, repeated, headline):

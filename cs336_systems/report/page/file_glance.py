@@ -30,30 +30,38 @@ def glance_of_file(results: Results) -> Glance:
     return _of_trace(results.kernels[0])
 
 
-def _in_words(findings: Iterable[Finding | str]) -> tuple[str, str]:
-    """Split findings into the first sentence, which is the page's headline, and all the others."""
-    texts = [str(row["finding"]) for row in finding_rows(findings)]
-    head, dot, rest = " ".join(texts).partition(". ")
+def first_sentence(text: str) -> tuple[str, str]:
+    """The first sentence, which is the page's headline, and all the others."""
+    head, dot, rest = text.partition(". ")
     return f"{head}{dot.strip()}" or "Nothing stands out.", rest
+
+
+def _in_words(findings: Iterable[Finding | str]) -> tuple[str, str]:
+    """The first sentence of the findings, and all the others."""
+    return first_sentence(" ".join(str(row["finding"]) for row in finding_rows(findings)))
+
+
+def bars_of_work(profile: StepProfile, step: str) -> Bars:
+    """A bar of the kinds of work in the profiled step, which the title calls `step`."""
+    return Bars(
+        title=f"Kinds of work, and how long the device is idle, in {step}",
+        bars=[Bar(name="work", parts=parts_ms(profile))],
+        styles=STYLES,
+        unit="ms",
+    )
 
 
 def _of_trace(entry: Explained) -> Glance:
     """What limits the steps of a trace, their phases by kind of step, and the kinds of work."""
     profile = entry.profile
     answer, more = _in_words(answer_of_trace(entry))
-    work = Bars(
-        title="Kinds of work, and how long the device is idle, in a step",
-        bars=[Bar(name="work", parts=parts_ms(profile))],
-        styles=STYLES,
-        unit="ms",
-    )
     by_phase = Bars(
         title=BY_PHASE, bars=list(_phase_bars(profile)), styles=LAUNCH_PHASES, unit="ms"
     )
     return Glance(
         answer=answer,
         more=more,
-        bars=[by_phase, work],
+        bars=[by_phase, bars_of_work(profile, "a step")],
         tiles=list(_tiles(entry)),
         doubts=[f"{doubt}." for doubt in profile.doubts],
     )

@@ -17,14 +17,13 @@ from ...config import CompileMode, Mode, Profiler
 from ...record import WarningCode
 from ...studies.operators import Version
 from ...text import counted
-from ..charts import Bar
 from ..columns import three_digits
 from ..compared import Compared
 from ..configurations import step_results
 from ..quantities import StepResult
 from ..results import Results
-from ..section import Section, all_tables, labels, short_labels
-from ..sections.kernels.bars import STYLES, configuration_chart, parts_ms
+from ..section import Finding, Section, all_tables, labels, short_labels
+from ..sections.kernels.bars import configuration_chart
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.findings import findings as kernel_findings
 from ..sections.kernels.limits import Limit, limit_of
@@ -39,7 +38,7 @@ from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
 from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant
 from .blocks import Bars, Glance, Tile, bars_of
 from .directory import Directory
-from .file_glance import bars_of_peak, glance_of_file
+from .file_glance import bars_of_peak, bars_of_work, first_sentence, glance_of_file
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in
@@ -87,7 +86,7 @@ def glance_at(directory: Directory) -> Glance:
     trust = _steady(rows)
     if directory.compared is None and results.memory:
         bars = _bars_of_peaks(results.memory)
-        moments = [moment for entry in results.memory for moment in entry.profile.boundaries]
+        moments = chain.from_iterable(entry.profile.boundaries for entry in results.memory)
         if wrong := check_words(moments):
             doubts.append(wrong)
     elif directory.compared is None and results.kernels:
@@ -147,13 +146,7 @@ def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> lis
     chart = configuration_chart(list(zip(names, profiles, strict=True)))
     if chart is not None:
         return bars_of(chart)
-    work = Bars(
-        title=f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}",
-        bars=[Bar(name="work", parts=parts_ms(profiles[0]))],
-        styles=STYLES,
-        unit="ms",
-    )
-    return [*by_phase, work]
+    return [*by_phase, bars_of_work(profiles[0], f"the profiled step of {names[0]}")]
 
 
 def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
@@ -191,7 +184,9 @@ def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
     number = sum(in_doubt(row.codes) for row in timed)
     if not number:
         return
-    counts = Counter(code for row in timed for code in row.codes if code in DOUBTFUL)
+    counts = Counter[str]()
+    for row in timed:
+        counts.update(code for code in row.codes if code in DOUBTFUL)
     if len(timed) == 1:
         yield f"The time is in doubt: {', '.join(counts)}."
         return
@@ -243,9 +238,10 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
     configs = [results[index].config for index in late]
     if late and all(config and config.compile is CompileMode.NONE for config in configs):
         more += " Try --compile there."
-    if len(results) == 1:
-        of_loop = [text for record in results[0].done[-1:] for text in loop_sentences(record)]
-        more = " ".join([more, *(f"{text[0].upper()}{text[1:]}." for text in of_loop)]).strip()
+    if len(results) == 1 and results[0].done:
+        of_loop = loop_sentences(results[0].done[-1])
+        sentences = [f"{text[0].upper()}{text[1:]}." for text in of_loop]
+        more = " ".join([more, *sentences]).strip()
     return f"{text}{told.failures()}.", more
 
 
@@ -255,7 +251,7 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
     """
     has_failed = any(result.failed for result in results)
     if len(entries) == 1 and len(results) <= 1 and not has_failed:
-        return _first_sentence([finding.text for finding in kernel_findings(entries[0])])
+        return _of_first(kernel_findings(entries[0]))
     steps, more = of_steps(results)
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit
@@ -316,7 +312,7 @@ def _is_first_step(entry: MemoryEntry) -> bool:
 
 def _of_one_memory_profile(entry: MemoryEntry) -> Headline:
     """Headline of the memory profile of a single run that did not fail."""
-    text, more = _first_sentence([finding.text for finding in memory_findings(entry.profile)])
+    text, more = _of_first(memory_findings(entry.profile))
     if more:
         return text, more
     # the sentence about the peak goes on with what the bar shows
@@ -436,8 +432,8 @@ def of_fusion(sections: Sequence[Section]) -> Headline:
 
 def _operations(rows: Rows) -> NamedRows:
     """Cells of the study of fusion with their names."""
-    keys = ("op", "version", "phase", "precision")
-    return NamedRows(rows, [" ".join(str(row[key]) for key in keys) for row in rows])
+    name = "{op} {version} {phase} {precision}"
+    return NamedRows(rows, [name.format_map(row) for row in rows])
 
 
 def of_precision(sections: Sequence[Section]) -> Headline:
@@ -455,9 +451,6 @@ OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {
 """The function of each kind of study."""
 
 
-def _first_sentence(findings: Sequence[str]) -> Headline:
+def _of_first(findings: Sequence[Finding]) -> Headline:
     """The first sentence of the first finding, and the rest of it."""
-    if not findings:
-        return "Nothing stands out.", ""
-    head, dot, rest = findings[0].partition(". ")
-    return f"{head}{dot.strip()}", rest
+    return first_sentence(findings[0].text if findings else "")

@@ -12,8 +12,8 @@ from ...config import UNSIZED, Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.compiled import predict_step_memory, why_not_foretold
+from ...costs.curves import CollectiveTimes, time_s
 from ...costs.curves import Curves as DeviceCurves
-from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
 from ...costs.kernels import ProductPrecision
 from ...costs.ranks_time import Links, predicted_time
@@ -63,8 +63,6 @@ CSV_COLUMNS = (
     "forward_moved_bytes",
     "backward_moved_bytes",
 )
-CollectiveTimes = Mapping[Collective, Mapping[int, float]]
-"""Measured times of collectives, by bytes."""
 BALANCED = (
     "Which experts a token chooses is data: each expert is taken to be chosen as often as any "
     "other."
@@ -235,11 +233,14 @@ def account_json(account: Account) -> dict[str, object]:
     is not asked for or not known.
     """
     config, memory_bytes, time = account.config, account.memory_bytes, account.time
+    parts = []
+    for row in _parts(config).values():
+        parts.append({key: row[key] for key in CSV_COLUMNS})
     values = {
         "config": _config_values(config),
         "tokens": _tokens(config),
         "active_parameters": _active_parameters(config),
-        "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
+        "parts": parts,
         "work": None,
         "memory": predict_step_memory(config),
         "collectives": None,
@@ -299,7 +300,9 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
 def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
     """Add the row of sums to the rows, and to each row its share in the FLOPs of the step."""
-    sums = {name: sum_of_known(row.get(name) for row in rows.values()) for name in CSV_COLUMNS[1:]}
+    sums = {}
+    for name in CSV_COLUMNS[1:]:
+        sums[name] = sum_of_known(row.get(name) for row in rows.values())
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
         row["share"] = ratio(row["step_flops"], sums["step_flops"])

@@ -132,8 +132,9 @@ def fit_table(config: RunConfig, memory_bytes: int) -> Table:
     """Whether the configuration fits, the largest batch and the longest context."""
     values = fit_values(config, memory_bytes)
     longest = values["longest_context_length"]
+    answers = {True: "fits", False: "does not fit", None: None}
     rows = [
-        ("this configuration", {True: "fits", False: "does not fit", None: None}[values["fits"]]),
+        ("this configuration", answers[values["fits"]]),
         (f"largest batch at context {config.model.context_length:,}", values["largest_batch_size"]),
         (f"longest context at batch {config.batch_size:,}", longest),
     ]

@@ -372,21 +372,23 @@ def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
 
 def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str]:
     """Sentences on what the measured ceilings mean for a training step."""
-    rates = {
-        row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row
-    }
+    rates = {}
+    for row in ceilings.values():
+        if "flops_per_s" in row:
+            rates[row["precision"]] = row["flops_per_s"]
     copy = ceilings.get(f"{Stream.COPY} (memory)")
     launch_s = study.launch_s(LaunchKind.EAGER)
     if rates and copy is not None:
-        texts = [
-            f"{name} {significant(rate / (copy['gb_per_s'] * GIGA), 3)}"
-            for name, rate in rates.items()
-        ]
+        bytes_per_s = copy["gb_per_s"] * GIGA
+        texts = [f"{name} {significant(rate / bytes_per_s, 3)}" for name, rate in rates.items()]
         yield (
             f"FLOPs per byte below which memory, not arithmetic, is the limit: {', '.join(texts)}."
         )
     if rates and launch_s is not None and study.grid.device is Device.CUDA:
-        texts = [f"{name} {(launch_s * rate / 2) ** (1 / 3):,.0f}" for name, rate in rates.items()]
+        texts = []
+        for name, rate in rates.items():
+            side = (launch_s * rate / 2) ** (1 / 3)  # of a matrix whose product takes a launch
+            texts.append(f"{name} {side:,.0f}")
         yield (
             "Launched one by one, multiplications of smaller square matrices take less time than "
             f"their launch, at the ceiling: {', '.join(texts)}."

@@ -240,7 +240,8 @@ def _row(directory: Path, result: StepResult, config: RunConfig, prediction: Tim
         row[f"{phase}_error"] = None if quotient is None else 100 * (quotient - 1)
     low_s, high_s = prediction.low_s, prediction.high_s
     row["low_step_ms"], row["high_step_ms"] = scaled(low_s, MS), scaled(high_s, MS)
-    codes = {warning.code for record in result.done for warning in record.warnings}
+    warnings = chain.from_iterable(record.warnings for record in result.done)
+    codes = {warning.code for warning in warnings}
     has_host_times = any(record.host_phases for record in result.done)
     row["limit"] = StepLimit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else StepLimit.DEVICE
     row["predicted_limit"] = prediction.limit if has_host_times else prediction.limit_of_whole

@@ -26,6 +26,7 @@ from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
 from ..words import CHANCE, DOUBT, mixed_notes, ratio, rounded, significant
 from .kernels.entry import Explained
+from .kernels.sums import busy_s, num_launches
 from .steps import warning_notes
 
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
@@ -253,15 +254,14 @@ class RungResult(StepResult):
         """Kernels that were launched in a step; on a CPU, operators."""
         if self._profile is None:
             return None
-        return sum(sum(phase.launches) for phase in self._profile.phases) / self._profile.num_steps
+        return num_launches(*self._profile.phases) / self._profile.num_steps
 
     @quantity("busy", "ms", drop_order=1, write=rounded)
     def busy_ms(self) -> Value:
         """Time of a step in which a kernel or copy ran."""
         if self._profile is None:
             return None
-        busy_s = sum(sum(phase.busy_s) for phase in self._profile.phases)
-        return busy_s / self._profile.num_steps * 1e3
+        return busy_s(self._profile) / self._profile.num_steps * 1e3
 
     @quantity("GPU busy", "%", drop_order=2, scale=100, write=short)
     def busy_share(self) -> Value:
@@ -467,7 +467,7 @@ def _gate_notes(rungs: Rungs) -> Iterator[str]:
         yield f"No verdict where {reason}."
 
 
-def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str]) -> list[Path]:
     """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
     section = ladder_section(rungs)
     return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)

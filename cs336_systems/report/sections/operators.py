@@ -244,8 +244,12 @@ def _table(
 
 def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
     """The rows of one implementation that have values by these keys, the smallest shape first."""
-    cells = [row for row in rows if row["implementation"] is implementation]
-    return [row for row in cells if all(row[key] is not None for key in known)]
+    cells = []
+    for row in rows:
+        is_known = all(row[key] is not None for key in known)
+        if row["implementation"] is implementation and is_known:
+            cells.append(row)
+    return cells
 
 
 def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
@@ -290,7 +294,9 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
 
 def caveats_of_operators(study: AttentionStudy | FusionStudy) -> list[str]:
     """Notes on cells that were not measured, and on unlike conditions of the others."""
-    wanted = sum(len(cell.rows) for group in study.grid.groups() for cell in group)
+    wanted = 0
+    for group in study.grid.groups():
+        wanted += sum(len(cell.rows) for cell in group)
     environments = [study.environment, *study.other_environments]
     return [*missing_notes(len(study.rows), wanted), *mixed_notes(environments)]
 
@@ -412,8 +418,12 @@ def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
 def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
     """The values of one version and direction; None for what is not known."""
     device_name = _device_name(study)
-    rate = ratio(row.must_move_bytes, row.measurement.median_s if row.measurement else None)
+    rate = None
+    if row.measurement:
+        rate = ratio(row.must_move_bytes, row.measurement.median_s)
+    bandwidth = promised_bandwidth(device_name or "")
     times, eager_times = times_ms(row.measurement), times_ms(eager.measurement)
+    speed_up = ratio(eager_times["median_ms"], times["median_ms"])
     pair = () if row is eager else (eager_times, times)
     return {
         "op": row.op,
@@ -428,8 +438,8 @@ def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
         "moved_mib": ratio(row.moved_bytes, MIB),
         **times,
         **derived("gb_per_s", ratio(rate, GIGA), times),
-        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name or "")), times),
-        **derived("speed_up", ratio(eager_times["median_ms"], times["median_ms"]), *pair),
+        **derived("bandwidth_share", ratio(rate, bandwidth), times),
+        **derived("speed_up", speed_up, *pair),
         "tflops_per_s": ratio(row.matmul_flops / GIGA or None, times["median_ms"]),
         "max_error": row.max_error,
         "error_words": "not finite" if row.status is Status.OK else "",

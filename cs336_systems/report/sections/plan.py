@@ -69,13 +69,15 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
         yield f"On what this stands: {_evidence(plan)}"
         return
     layout = best.layout
-    used_gib = training.used_bytes(best.peak_bytes) / GIB
+    used = significant(training.used_bytes(best.peak_bytes) / GIB, 3)
+    memory = f"{training.memory_bytes / GIB:.3g} GiB"
+    checkpoints = CHECKPOINTS.get(layout.checkpoint, "")
+    sequences = counted(training.sequences, "sequence")
     yield (
-        f"Fits: {significant(used_gib, 3)} of {training.memory_bytes / GIB:.3g} GiB in the fastest "
-        f"layout, {layout.label}: batch {layout.micro_batch} a rank, {layout.accumulate} "
-        f"accumulated{CHECKPOINTS.get(layout.checkpoint, '')}; a step of "
-        f"{counted(training.sequences, 'sequence')} of {training.config.model.context_length:,} "
-        f"has {training.step_tokens:,} tokens."
+        f"Fits: {used} of {memory} in the fastest layout, {layout.label}: batch "
+        f"{layout.micro_batch} a rank, {layout.accumulate} accumulated{checkpoints}; a step of "
+        f"{sequences} of {training.config.model.context_length:,} has {training.step_tokens:,} "
+        "tokens."
     )
     assert plan.training_s is not None
     assert plan.gpu_hours is not None
@@ -176,10 +178,11 @@ def in_time(seconds: float, time: LayoutTime) -> str:
     """
     below = time.spread_below or time.spread
     unit, unit_s = next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1])
-    likely, low, high = (
-        significant(seconds * factor / unit_s, 3) for factor in (1.0, 1 / below, time.spread)
-    )
-    return f"{likely} {unit}, {low} to {high}"
+
+    def times(factor: float) -> str:
+        return significant(seconds * factor / unit_s, 3)
+
+    return f"{times(1.0)} {unit}, {times(1 / below)} to {times(time.spread)}"
 
 
 def plan_section(plan: TrainingPlan) -> Section:
@@ -197,6 +200,16 @@ def plan_section(plan: TrainingPlan) -> Section:
 def plan_json(plan: TrainingPlan) -> dict[str, object]:
     """The plan as numbers in SI units; None for what is not asked for or not known."""
     training = plan.training
+    front = []
+    for cost in plan.front:
+        layout = {
+            "layout": cost.layout,
+            "time": cost.time,
+            "step_s": cost.step_s,
+            "used_bytes": training.used_bytes(cost.peak_bytes),
+            "flops": cost.flops,
+        }
+        front.append(layout)
     return {
         "config": training.config,
         "gpus": training.gpus,
@@ -209,11 +222,7 @@ def plan_json(plan: TrainingPlan) -> dict[str, object]:
         "training_s": plan.training_s,
         "gpu_hours": plan.gpu_hours,
         "gpus_in_days": plan.gpus_in_days,
-        "front": [
-            {"layout": cost.layout, "time": cost.time, "step_s": cost.step_s}
-            | {"used_bytes": training.used_bytes(cost.peak_bytes), "flops": cost.flops}
-            for cost in plan.front
-        ],
+        "front": front,
         "reasons": plan.reasons,
     }
 

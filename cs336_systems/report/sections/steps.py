@@ -55,10 +55,8 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     measured = record.measurement(Phase.STEP)
     if measured is None:
         return []
-    low, median, high = (
-        significant(1e3 * time_s)
-        for time_s in (measured.min_s, measured.median_s, max(measured.times_s))
-    )
+    low, median = significant(1e3 * measured.min_s), significant(1e3 * measured.median_s)
+    high = significant(1e3 * max(measured.times_s))
     phases = []
     for phase in PHASES:
         if result[key := f"{phase}_mean_ms"]:
@@ -71,12 +69,10 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     step = StepResult.step_mean_ms.cell(result)
     steps = counted(len(measured.times_s), "step")
     spread = f"Minimum {low}, median {median}, maximum {high} ms in {steps}"
+    if speed:
+        spread += f"; {', '.join(speed)}"
     parts = f": {', '.join(phases)}" if phases else ""
-    return [
-        f"A step takes {step} ms{under}{parts}.",
-        f"{spread}; {', '.join(speed)}." if speed else f"{spread}.",
-        _doubts(record, measured),
-    ]
+    return [f"A step takes {step} ms{under}{parts}.", f"{spread}.", _doubts(record, measured)]
 
 
 def _doubts(record: RunRecord, measured: Measurement) -> str:
@@ -268,7 +264,9 @@ def results_section(
     `of_profiles` has, by configuration, what profiles of the same runs add to these rows.
     """
     keys = StepResult.csv_keys(results)
-    added = dict.fromkeys(key for values in of_profiles.values() for key in values)
+    added: Row = {}
+    for values in of_profiles.values():
+        added |= dict.fromkeys(values)
     identities = [result.identity for result in results]
     others = [name for name in trailing(identities) if name not in keys]
     as_texts = placed_settings(40, 49)
@@ -316,9 +314,9 @@ def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
     runs = list(zip(phase_bars(results), results, strict=True))
     for number, first in enumerate(range(0, len(runs), MAX_BARS), 1):
         by_size = groupby(runs[first : first + MAX_BARS], key=lambda run: run[1]["size"])
-        panels = [
-            Panel(label="time (ms)", bars=[bar for bar, _ in of_size]) for _, of_size in by_size
-        ]
+        panels = []
+        for _, of_size in by_size:
+            panels.append(Panel(label="time (ms)", bars=[bar for bar, _ in of_size]))
         yield Chart(
             name=f"step_time_no{number}" if number > 1 else "step_time",
             title=BY_PHASE,

@@ -64,7 +64,9 @@ def derived(key: str, value: float | None, *times: Row, prefix: str = "") -> Row
 
     The keys of the times begin with `prefix`.
     """
-    std = None if value is None else quotient_stdev(value, *(row[f"{prefix}cv"] for row in times))
+    std = None
+    if value is not None:
+        std = quotient_stdev(value, *(row[f"{prefix}cv"] for row in times))
     return {
         key: value,
         f"{key}_std": std,
@@ -159,7 +161,9 @@ def precision_sections(study: PrecisionStudy) -> list[Section]:
 
 def accumulation_section(rows: Sequence[Accumulation]) -> Section:
     """The sums, their errors, and what the errors come from."""
-    values = [{key: getattr(row, key) for key in ACCUMULATION} for row in rows]
+    values = []
+    for row in rows:
+        values.append({key: getattr(row, key) for key in ACCUMULATION})
     title = f"{rows[0].addend} added {rows[0].count} times: exactly {rows[0].exact:g}"
     table = make_table(title, columns_of(*ACCUMULATION), values)
     return Section(name="accumulation", tables=(table,), rows=[asdict(row) for row in rows])

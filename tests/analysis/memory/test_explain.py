@@ -13,18 +13,12 @@ from cs336.analysis.memory.categories import NOT_SIGHTED, resolve
 from cs336.analysis.memory.explain import MAX_POINTS, explain_memory
 from cs336.analysis.memory.notes import MemoryNotes, Position, SightingKind, notes_path, write_notes
 from cs336.analysis.memory.phases import NO_MOMENT, moments_of
-from cs336.analysis.memory.profile import (
-    OPTIONAL,
-    Category,
-    LikeAllocations,
-    MemoryProfile,
-    Moment,
-    Place,
-)
+from cs336.analysis.memory.profile import Category, LikeAllocations, MemoryProfile, Moment, Place
 from cs336.analysis.memory.replay import replay_device
 from cs336.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BEFORE, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
+from tests.report.sections.memory.profiles import OPTIONAL
 
 
 @pytest.fixture

@@ -225,6 +225,7 @@ class _Session:
         is_graph = of_names(
             self.calls.name, strings, lambda text: bool(GRAPH_LAUNCHES.match(text)), np.bool_
         )
+        marks = self._marks([(arg.name, arg.autograd_phase) for arg in args])
         return DeviceWork(
             name=name,
             process=process,
@@ -233,7 +234,7 @@ class _Session:
             start_ns=batch.start_ns,
             end_ns=batch.end_ns,
             is_in_graph=np.append(is_graph, False)[launch["call"]],
-            mark=self._marks([(arg.name, arg.autograd_phase) for arg in args]),
+            mark=marks,
             message=self._messages(args),
             **launch,
         )

@@ -278,7 +278,9 @@ class _Export(Tables):
         name = self.strings.column(key)
         if RANGE_TABLE in self.present and "text" in self.columns(RANGE_TABLE):
             texts = self.connection.execute(f"SELECT text FROM {RANGE_TABLE} NOT INDEXED")
-            ids = [NO_STRING if text is None else self.strings.id(str(text)) for (text,) in texts]
+            ids = []
+            for (text,) in texts:
+                ids.append(NO_STRING if text is None else self.strings.id(str(text)))
             text_id = np.array(ids, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
         strings = self.strings.all

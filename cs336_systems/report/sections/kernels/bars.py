@@ -1,6 +1,7 @@
 """Bars of profiled steps: kinds of work, and how much communication is hidden."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.step_profile import StepProfile, Work
@@ -131,4 +132,5 @@ def _settings(profiles: Labelled) -> str:
 
 def devices_of(profiles: Sequence[StepProfile]) -> list[str]:
     """Names of the devices, each once."""
-    return list(dict.fromkeys(name for profile in profiles for name in profile.device_names))
+    names = chain.from_iterable(profile.device_names for profile in profiles)
+    return list(dict.fromkeys(names))

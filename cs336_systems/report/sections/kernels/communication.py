@@ -115,17 +115,19 @@ def _of_run(profile: StepProfile) -> Row:
 
 
 def _means(rows: Sequence[Row]) -> Row:
-    return {key: statistics.fmean(row[key] for row in rows) for key in OF_CONFIGURATION}
+    means = {}
+    for key in OF_CONFIGURATION:
+        means[key] = statistics.fmean(row[key] for row in rows)
+    return means
 
 
 def ranks(entries: Sequence[Explained]) -> Section:
     """The phases of a step, its collectives and their waits on each rank, beside each other."""
     rows = rows_of(entries, rank_rows)
-    names = [
-        name
-        for name in (*LaunchPhase, WHOLE_STEP)
-        if any(row[f"{name}_wall_mean_ms"] for row in rows)
-    ]
+    names = []
+    for name in (*LaunchPhase, WHOLE_STEP):
+        if any(row[f"{name}_wall_mean_ms"] for row in rows):
+            names.append(name)
     columns = [column("rank")]
     for name in names:
         if name in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED):

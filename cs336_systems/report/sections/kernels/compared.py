@@ -84,19 +84,25 @@ class Sides:
         return parts_of(amounts_of(self.a), amounts_of(self.b))
 
     @cached_property
-    def walls_s(self) -> list[list[float]]:
-        """The times of the steps of each on the device."""
-        return [wall_by_step_s(side) for side in (self.a, self.b)]
+    def a_steps_s(self) -> list[float]:
+        """The times of A's steps on the device."""
+        return wall_by_step_s(self.a)
+
+    @cached_property
+    def b_steps_s(self) -> list[float]:
+        """The times of B's steps on the device."""
+        return wall_by_step_s(self.b)
 
     @cached_property
     def step(self) -> Comparison | None:
         """The steps compared; None where a file shows no time."""
-        return _compared(*self.walls_s)
+        return _compared(self.a_steps_s, self.b_steps_s)
 
     @cached_property
     def phases(self) -> list[Part]:
         """The phases, each slower or faster if its times in the steps show it."""
-        of_a, of_b = ({str(p.phase): p.wall_s for p in side.phases} for side in (self.a, self.b))
+        of_a = {str(times.phase): times.wall_s for times in self.a.phases}
+        of_b = {str(times.phase): times.wall_s for times in self.b.phases}
         parts = []
         for part in self.parts(phase_amounts):
             compared = _compared(of_a.get(part.name, ()), of_b.get(part.name, ()))
@@ -117,7 +123,7 @@ class Sides:
         scatter. The profile has no times of single steps for it, and its count is chance.
         """
         least = None if self.step is None else self.step.least_shown
-        whole_ns = sum(self.walls_s[0]) / self.a.num_steps * 1e9
+        whole_ns = sum(self.a_steps_s) / self.a.num_steps * 1e9
         change = Change.NONE
         if least is not None and abs(part.difference) > least * whole_ns:
             change = Change.LONGER if part.difference > 0 else Change.SHORTER
@@ -209,11 +215,13 @@ def _judged(part: Part, compared: Comparison | None) -> Part:
 
 def _step(sides: Sides) -> Finding:
     """By how much the step differs, and in which phases; of several kinds of steps each."""
-    kinds = [(f"{a.name} ", a.of(sides.walls_s[0]), b.of(sides.walls_s[1])) for a, b in sides.kinds]
+    kinds = []
+    for a, b in sides.kinds:
+        kinds.append((f"{a.name} ", a.of(sides.a_steps_s), b.of(sides.b_steps_s)))
     numbers: dict[str, float] = {}
     codes, texts = [], []
     what = "recording" if sides.a.is_whole_trace else "step"
-    for prefix, a_s, b_s in kinds or [("", sides.walls_s[0], sides.walls_s[1])]:
+    for prefix, a_s, b_s in kinds or [("", sides.a_steps_s, sides.b_steps_s)]:
         code, text = _step_words(f"{prefix}{what}", a_s, b_s)
         codes.append(code)
         texts.append(text)

@@ -197,11 +197,11 @@ class _Findings(Verdict):
         alike = {(times.phase, times.cause): times for times in self.profile.idle}
         for gap in self.standing_out()[:MAX_GAPS]:
             times = alike[gap.phase, gap.cause]
+            before, after = label(gap.before) or "the start", label(gap.after) or "the end"
             text = (
                 f"One idle time of {ms(gap.duration_s)} stands out among {times.count:,} of "
                 f"{us(times.median_s or 0)} (median): in step {gap.step}, {self.where(gap.phase)}, "
-                f"between {label(gap.before) or 'the start'} and {label(gap.after) or 'the end'}; "
-                f"{doing(gap)}."
+                f"between {before} and {after}; {doing(gap)}."
             )
             numbers = {"idle": gap.duration_s, "step": float(gap.step)}
             yield Finding(code=f"gap {gap.cause}", text=text, numbers=numbers)
@@ -235,7 +235,9 @@ class _Findings(Verdict):
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
         launched = {times.phase for times in self.profile.phases if any(times.launches)}
-        for phase in (phase for phase in _WAITING if phase in launched):
+        for phase in _WAITING:
+            if phase not in launched:
+                continue
             calls = [
                 call for call in self.profile.host_calls if call.is_wait and call.phase is phase
             ]

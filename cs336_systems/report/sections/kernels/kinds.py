@@ -52,8 +52,10 @@ def step_kinds(profile: StepProfile) -> list[StepKind]:
 
 def wall_by_step_s(profile: StepProfile) -> list[float]:
     """The time of each step on the device: that of its phases, added up."""
-    steps = range(profile.num_steps)
-    return [sum(times.wall_s[step] for times in profile.phases) for step in steps]
+    walls_s = []
+    for step in range(profile.num_steps):
+        walls_s.append(sum(times.wall_s[step] for times in profile.phases))
+    return walls_s
 
 
 def kinds(entries: Sequence[Explained]) -> Section:

@@ -23,7 +23,6 @@ _PRECISIONS = {
     "c10::BFloat16": Precision.BF16,
     "c10::Half": Precision.FP16,
 }
-_SHORT_TYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +55,11 @@ class Ceiling:
         leaves half of the FLOPs; None if none was measured.
         """
         measured = () if self.curves is None else self.curves.matmuls.get(Precision.BF16, ())
-        alike = [
-            MATMULS_OF[form] * kernel.multiplications / kernel.time_s
-            for kernel in measured
-            if kernel.form is form and padded(kernel.inner) == padded(d_head)
-        ]
-        return max(alike, default=None)
+        rates = []
+        for kernel in measured:
+            if kernel.form is form and padded(kernel.inner) == padded(d_head):
+                rates.append(MATMULS_OF[form] * kernel.multiplications / kernel.time_s)
+        return max(rates, default=None)
 
     def of_operator(self, part: OperatorTimes) -> float | None:
         """The rate of the operator's matmuls, of which fp32 may use tensor cores (TF32): a rate
@@ -143,7 +141,7 @@ def _operator_row(part: OperatorTimes, profile: StepProfile, ceiling: Ceiling) -
     return {
         "operator": part.name or NOT_SEEN,
         "shape": part.shape if part.name else NOT_SEEN,
-        "type": _SHORT_TYPES.get(part.type, part.type),
+        "type": _PRECISIONS.get(part.type, part.type),
         "phase": part.phase,
         "kernels_per_step": part.count / steps,
         "calls_per_step": part.calls / steps,

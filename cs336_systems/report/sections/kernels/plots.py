@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
-from ....text import shorten
 from ... import draw
 from ...charts import CLASS_COLOURS
-from ...draw import LONGEST_SOURCE
 from ...words import significant
 from .bars import devices_of
 
@@ -60,15 +58,12 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     kinds = _kinds_in(pieces)
     lane_height = 1.5 if len(streams) == 1 else 0.85
     heights = [0.8 if is_gpu else 0.35, *[lane_height] * len(streams)]
-    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
+    source = draw.in_settings(profile.source)
     words = [name, source, *devices_of([profile]), *_step_words(profile, step)]
+    settings = ", ".join(filter(None, words))
     legend_rows = math.ceil(len(kinds) / LEGEND_COLUMNS)
-    figure = draw.new_figure(
-        6.5,
-        1.75 + sum(heights) + 0.19 * legend_rows,
-        _title(profile, step),
-        ", ".join(filter(None, words)),
-    )
+    height = 1.75 + sum(heights) + 0.19 * legend_rows
+    figure = draw.new_figure(6.5, height, _title(profile, step), settings)
     phases, *lanes = figure.subplots(len(heights), 1, height_ratios=heights).tolist()
     _draw_phases(phases, step, is_gpu)
     for lane, (stream, of_stream) in zip(lanes, streams.items(), strict=True):
@@ -85,7 +80,8 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
 
 def _kinds_in(pieces: Sequence[Piece]) -> list[KernelClass]:
     """The classes of the pieces, in the order of draw."""
-    return [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+    kinds = {piece.kind for piece in pieces}
+    return [kind for kind in CLASS_COLOURS if kind in kinds]
 
 
 def _legend(figure: Figure, kinds: Sequence[KernelClass]) -> None:
@@ -232,13 +228,11 @@ def draw_steps(profile: StepProfile) -> Figure:
     order = sorted(range(len(names)), key=lambda place: kinds.index(kinds[place]))
     pieces = [piece for step in profile.beside for piece in step.pieces]
     shown = _kinds_in(pieces)
-    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    figure = draw.new_figure(
-        6.5,
-        1.3 + LANE_INCHES * len(order) + 0.19 * math.ceil(len(shown) / LEGEND_COLUMNS),
-        f"{len(order)} of {profile.num_steps:,} steps",
-        ", ".join([source, *devices_of([profile])]),
-    )
+    title = f"{len(order)} of {profile.num_steps:,} steps"
+    settings = ", ".join([draw.in_settings(profile.source), *devices_of([profile])])
+    legend_rows = math.ceil(len(shown) / LEGEND_COLUMNS)
+    height = 1.3 + LANE_INCHES * len(order) + 0.19 * legend_rows
+    figure = draw.new_figure(6.5, height, title, settings)
     lanes = figure.subplots(len(order), 1, sharex=True).tolist()
     longest_s = max(step.wall_s for step in profile.beside)
     for lane, place in zip(lanes, order, strict=True):

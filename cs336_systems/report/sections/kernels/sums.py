@@ -39,7 +39,8 @@ def total(by_part: Iterable[Sequence[NumberT]]) -> NumberT:
 def added(rows: Iterable[Timed]) -> Timed:
     """The sum of counts and of times over all rows."""
     kept = list(rows)
-    return Timed(count=sum(row.count for row in kept), total_s=sum(row.total_s for row in kept))
+    count = sum(row.count for row in kept)
+    return Timed(count=count, total_s=sum(row.total_s for row in kept))
 
 
 def grouped(rows: Iterable[TimedT], key: Callable[[TimedT], KeyT]) -> dict[KeyT, Timed]:
@@ -131,4 +132,5 @@ def path_text(path: tuple[str, ...], cut: bool = True) -> str:
     """Ranges around a launch as `block.3 > ffn`; each name is `cut` to what a table has room
     for.
     """
-    return " > ".join(label(name) if cut else name for name in path) or "outside of all ranges"
+    names = map(label, path) if cut else path
+    return " > ".join(names) or "outside of all ranges"

@@ -230,7 +230,9 @@ def classes(entries: Sequence[Explained]) -> Section:
         columns.append(
             Column(kind, "%", about, key=f"{key}_share", drop_order=number, write=_share)
         )
-    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in kinds.values())]
+    keys = ["phase"]
+    for value in _CLASS_VALUES:
+        keys += [f"{key}_{value}" for key in kinds.values()]
     item, time = terms(entries[0].profile)
     notes = [f"Shares of the {time}."]
     return over_configurations("classes", f"Classes of {item}s", rows, columns, notes, keys)

@@ -25,12 +25,10 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
     if len(entries) < 2:
         return []
     named = zip(distinct(labels(entries)), entries, strict=True)
-    panels = [
-        Panel(
-            label="memory at the peak (GiB)", bars=[peak_bar(*run) for run in runs], mark="reserved"
-        )
-        for _, runs in groupby(named, lambda run: run[1].config and run[1].config.size)
-    ]
+    panels = []
+    for _, runs in groupby(named, lambda run: run[1].config and run[1].config.size):
+        bars = [peak_bar(label, entry) for label, entry in runs]
+        panels.append(Panel(label="memory at the peak (GiB)", bars=bars, mark="reserved"))
     return [
         Chart(
             name="peaks",

@@ -16,7 +16,6 @@ from ....analysis.memory.profile import MemoryProfile
 from ....text import shorten
 from ... import charts, draw
 from ...charts import CATEGORY_COLOURS
-from ...draw import LONGEST_SOURCE
 from .entry import by_category
 from .words import MemoryUnit, moment_ms, size, unit_for
 
@@ -56,14 +55,12 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     handles = _legend(profile, highest_bytes)
     legend_rows = math.ceil(len(handles) / LEGEND_COLUMNS)
     title = shorten(name, LONGEST_NAME) or "Memory over time"
-    failed = ", out of memory" if profile.work.out_of_memory else ""
-    source = settings or shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    figure = draw.new_figure(
-        6.5,
-        3.9 + 0.19 * legend_rows,
-        f"{title}: peak {size(peak.allocated_bytes)}{failed}",
-        f"{source}, GPU {profile.device}, legend: sizes at the peak",
-    )
+    title += f": peak {size(peak.allocated_bytes)}"
+    if profile.work.out_of_memory:
+        title += ", out of memory"
+    source = settings or draw.in_settings(profile.source)
+    below = f"{source}, GPU {profile.device}, legend: sizes at the peak"
+    figure = draw.new_figure(6.5, 3.9 + 0.19 * legend_rows, title, below)
     panel = figure.subplots()
     unit = unit_for(highest_bytes)
     _draw_areas(panel, profile, unit)

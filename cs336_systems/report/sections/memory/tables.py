@@ -7,6 +7,7 @@ They are for a terminal and for the files of a directory, of one snapshot or of 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,7 +135,8 @@ def _category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str) -> list
     columns = []
     for name in Category:
         key = category_key(name, "bytes")
-        order = 1 if any(row[key] > small for row in rows) else 5
+        largest = max((row[key] for row in rows), default=0)
+        order = 1 if largest > small else 5
         columns.append(Column(name, unit.name, key=key, write=unit.cell, drop_order=order))
     return columns
 
@@ -223,7 +225,7 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
         *_category_columns(rows, unit, "allocated_bytes"),
         *(in_unit(key, unit) for key in whole),
     )
-    wrong = check_words(moment for entry in entries for moment in entry.profile.boundaries)
+    wrong = check_words(chain.from_iterable(entry.profile.boundaries for entry in entries))
     notes = [wrong] if wrong else []
     title = "Memory from phase to phase"
     return over_configurations(
@@ -361,10 +363,11 @@ def _saved_table(profile: MemoryProfile) -> Table:
     )
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
     of_all = counted(len(profile.blocks), "block")
+    in_all = f"{size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}"
     notes = [
-        f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in "
-        f"{alike} of {of_all}; parameters {size(block.parameter_bytes)}, gradients "
-        f"{size(block.gradient_bytes)}. Each block is in blocks.csv."
+        f"Of {in_all}, as much as in {alike} of {of_all}; parameters "
+        f"{size(block.parameter_bytes)}, gradients {size(block.gradient_bytes)}. Each block is in "
+        "blocks.csv."
     ]
     if again := block.recomputed_bytes:
         notes.append(

@@ -45,6 +45,8 @@ PARAMETERS, OPTIMIZER_STATE, GRADIENTS, SAVED, TEMPORARY, HELD = (
     Category.TEMPORARY,
     Category.HELD,
 )
+OPTIONAL = (Category.EARLIER, Category.KEPT, Category.POOL)
+"""Categories that only snapshots of other programs, or of CUDA graphs, have."""
 MIB = 2**20
 NAMES = {
     PARAMETERS: 11,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
+from cs336.analysis.memory.profile import Category, read_memory_profile
 from cs336.config import Mode, Precision, Profiler
 from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.report.sections.memory.tables import blocks, boundaries, largest, peaks, write_memory
@@ -15,6 +15,7 @@ from tests.report.sections.memory.profiles import (
     LOGITS,
     MIB,
     MOMENTS,
+    OPTIONAL,
     WEIGHTS,
     make_bare,
     make_inference,
