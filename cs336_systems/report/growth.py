@@ -65,12 +65,13 @@ class Growth:
 
 
 def growths(before: Costs, now: Costs) -> list[Growth]:
-    """The quantities that have grown, the headline first."""
+    """The quantities that have grown, of those that both have, the headline first."""
     renamed = _renamed(before, now)
     grown = []
     for quantity in QUANTITIES:
-        old = before.get(quantity, {})
-        new = now.get(quantity, {})
+        if quantity not in before or quantity not in now:
+            continue
+        old, new = before[quantity], now[quantity]
         total_before, total_now = total(old), total(new)
         if total_now <= total_before * (1 + NOISE[quantity]):
             continue
@@ -105,7 +106,8 @@ def _renamed(before: Costs, now: Costs) -> dict[str, str]:
     the order in which they run, if they are as many.
     """
     # dictionaries keep the order in which modules dispatch operations
-    old, new = (dict.fromkeys(map(module_of, costs["operations"])) for costs in (before, now))
+    dispatched = (costs.get("operations", {}) for costs in (before, now))
+    old, new = (dict.fromkeys(map(module_of, parts)) for parts in dispatched)
     gone = [module for module in old if module not in new]
     come = [module for module in new if module not in old]
     return dict(zip(gone, come, strict=True)) if len(gone) == len(come) else {}
@@ -162,7 +164,7 @@ def costs_table(before: Mapping[str, Costs], now: Mapping[str, Costs]) -> Table:
         kept = before.get(name)
         for quantity in reversed(QUANTITIES):
             value = total(costs[quantity])
-            earlier = None if kept is None else total(kept.get(quantity, {}))
+            earlier = None if kept is None or quantity not in kept else total(kept[quantity])
             row = {
                 "step": name,
                 "quantity": quantity.removesuffix("_bytes").replace("_", " "),
