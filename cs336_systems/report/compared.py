@@ -305,7 +305,10 @@ def _what_is_what(
             continue
         texts = []
         for rows in results:
-            values = dict.fromkeys(text_of(row["identity"][name]) for row in rows)
+            of_rows = [row["identity"][name] for row in rows]
+            values = dict.fromkeys(
+                "not seen" if value is None else text_of(value) for value in of_rows
+            )
             texts.append(" or ".join(values))
         differences.append(f"{heading(name)} ({', '.join(texts)})")
     if differences:
