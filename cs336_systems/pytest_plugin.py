@@ -87,8 +87,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     from .report.formats import to_markdown
     from .report.growth import costs_table
 
-    kept = read_costs(_path(config)).steps
+    kept = read_costs(_path(config))
     if table := config.getoption("--cs336-table"):
-        write_atomically(Path(table), to_markdown(costs_table(kept, steps)).encode())
+        write_atomically(Path(table), to_markdown(costs_table(kept.steps, steps)).encode())
     if config.getoption("--cs336-update"):
-        write_costs(_path(config), kept | steps)
+        write_costs(_path(config), kept, steps)

@@ -79,6 +79,7 @@ class WarningCode(StrEnum):
     THROTTLED = "throttled"
     GPU_SHARED = "gpu-shared"
     CPU_SHARED = "cpu-shared"
+    PROCESSES_APART = "processes-apart"
     LAUNCH_BOUND = "launch-bound"
     UNEVEN_RANKS = "uneven-ranks"
     SKIPPED_STEPS = "skipped-steps"

@@ -14,9 +14,10 @@ from .analysis.compare import Comparison, Verdict, compare_in_turn, interleave, 
 from .analysis.limits import Interval, Limits, OverBudgetError, check, exactly
 from .analysis.limits import Verdict as LimitVerdict
 from .analysis.statistics import mean_interval
-from .commands.account import device_meant
+from .commands.account import AccountArguments, device_meant
 from .commands.configure import checked_factory, make_config
 from .commands.machine import first_gpu
+from .commands.parse import flag_names
 from .config import Device, ModelConfig, Phase, RunConfig
 from .costs.hardware import devices_called
 from .costs.memory import predict_memory
@@ -28,6 +29,8 @@ from .report.words import GIB
 from .torch_needed import torch_version
 
 LIMITED = ("peak_gib", "saved_gib", "flops", "operations")
+OF_FACTORY = {"size", "model"}
+"""Settings of `cs336 account` that say which model it is."""
 PROCESSES = 5
 """Fresh processes of a side whose times are compared."""
 
@@ -41,10 +44,11 @@ def config_of(model: str, settings: Mapping[str, Any]) -> RunConfig:
     raise ValueError for one that is unknown or has no such value.
     """
     declared = {field.name: field.type for field in (*fields(RunConfig), *fields(ModelConfig))}
+    usable = [name for name in declared if name in flag_names(AccountArguments) - OF_FACTORY]
     converted = {}
     for name, value in settings.items():
-        if name not in declared:
-            known = ", ".join(declared)
+        if name not in usable:
+            known = ", ".join(usable)
             raise ValueError(f"cs336_step: {name!r} is no setting; needed one of {known}")
         try:
             converted[name] = msgspec.convert(value, declared[name])
@@ -177,10 +181,11 @@ class TestedStep:
         costs = self.costs
         if self.updates:
             return
-        before = self.kept.steps.get(self.name)
-        if before is None:
+        before = self.kept.steps.get(self.name, {})
+        if unknown := [quantity for quantity in costs if quantity not in before]:
+            what = f"no {unknown[0]}" if before else "nothing"
             raise GrownError(
-                f"nothing is kept of {self.name}: run pytest --cs336-update once, and commit the "
+                f"{what} is kept of {self.name}: run pytest --cs336-update once, and commit the "
                 "file that it writes"
             )
         lines = [f"  {growth}" for growth in growths(before, costs)]

@@ -1,6 +1,7 @@
 """The plugin in processes of pytest as a user starts them: what it loads, keeps and says."""
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,8 @@ from cs336.analysis.limits import OverBudgetError
 from cs336.config import RunConfig
 from cs336.costs.step_costs import KeptCosts, read_costs
 from cs336.record import RunRecord
-from cs336.tested_step import TestedStep, config_of
+from cs336.report.growth import QUANTITIES, growths
+from cs336.tested_step import GrownError, TestedStep, config_of
 
 from .report.making import make_record
 
@@ -77,6 +79,10 @@ def test_what_is_unknown(cs336_step):
         cs336_step("mine:make", no_such=3)
     with pytest.raises(ValueError, match="precision"):
         cs336_step("mine:make", precision="bf17")
+    # settings that would do nothing in a trace, or say which model it is
+    for name in ("own_optimizer", "profiler", "device", "size", "seed"):
+        with pytest.raises(ValueError, match=f"{name}' is no setting"):
+            cs336_step("mine:make", **{name: "cpu"})
     with pytest.raises(ValueError, match="precision would do nothing"):
         cs336_step("mine:make", batch_size=16, precision="bf16").check()
     with pytest.raises(ValueError, match="no_gpu"):
@@ -176,6 +182,28 @@ def test_only_a_step_that_is_surely_slower_fails(monkeypatch: pytest.MonkeyPatch
     step = TestedStep(name="step", config=config_of(other, {}), kept=KeptCosts(), seen={})
     assert step.check_time(other) is None
     assert [verdict.is_kept for verdict in step.budget(step_ms=1e-6)] == [None]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quantity_that_is_not_kept_has_not_grown_from_nothing(seed: int) -> None:
+    """Drawn files, in which earlier versions kept fewer quantities: what is not kept is said."""
+    rng = random.Random(seed)
+    costs = {name: {"a: x": rng.randint(1, 9)} for name in QUANTITIES}
+    gone = set(rng.sample([*QUANTITIES], rng.randint(0, len(QUANTITIES))))
+    before = {name: parts for name, parts in costs.items() if name not in gone}
+    assert growths(before, costs) == []
+    step = TestedStep(
+        name="s",
+        config=config_of("tests.own_models:bigram", {}),
+        kept=KeptCosts(steps={"s": before}),
+        seen={},
+    )
+    step.__dict__["costs"] = costs
+    if gone:
+        with pytest.raises(GrownError, match=r"^(no \w+|nothing) is kept of s: "):
+            step.check()
+    else:
+        step.check()
 
 
 GH = """#!/bin/bash

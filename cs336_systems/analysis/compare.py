@@ -9,7 +9,7 @@ more processes do not reduce.
 
 Where processes do not show how much they scatter, as there are fewer than FEWEST or all are equal,
 the scatter is assumed: PROCESS_DEVIATION, and besides STEP_FACTOR times the standard deviation of a
-process's steps.
+process's steps, and what they do show, or those of the other side.
 """
 
 import math
@@ -143,15 +143,21 @@ def compare_apart(a: StepBlocks, b: StepBlocks) -> Comparison:
     of_a, of_b = _logarithms(a.values()), _logarithms(b.values())
     is_assumed = False
     variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
-    for side, logarithms in ((a, of_a), (b, of_b)):
+    for side, other, logarithms in ((a, b, of_a), (b, a, of_b)):
         error = standard_error(logarithms)
         if error is None:
             is_assumed = True
-            variances += _assumed([*side.values()])
+            variances += _assumed([*side.values()], [*other.values()])
         else:
             variances.append((error**2, len(side) - 1))
     compared = _comparison(of_a, of_b, variances)
     return replace(compared, is_assumed=is_assumed)
+
+
+def are_apart(processes: Sequence[Measurement]) -> bool:
+    """Whether the times of processes of one configuration differ by more than chance explains."""
+    means_s = [measured.mean_s for measured in processes]
+    return bool(means_s) and max(means_s) > ONE_PROCESS_TELLS * min(means_s)
 
 
 def compare_launches(a: "KernelTimes", b: "KernelTimes", among: int) -> Comparison:
@@ -185,11 +191,17 @@ not known.
 """
 
 
-def _assumed(side: Sequence[Measurement]) -> Variances:
+def _assumed(side: Sequence[Measurement], other: Sequence[Measurement]) -> Variances:
     """The variance of the mean of processes that do not show their scatter, in parts: an assumed
-    one between processes, and that of each process's steps, which is None for a single step.
+    one between processes, what two of them show all the same (of a single one, those of the other
+    side), and that of each process's steps, which is None for a single step.
     """
     variances: Variances = [(PROCESS_DEVIATION**2 / len(side), math.inf)]
+    # without it two processes of which one took twice as long would have an interval of 5 %
+    shown = side if len(side) > 1 else other
+    if len(shown) > 1:
+        seen = statistics.variance(_logarithms(shown))
+        variances.append((seen / len(side), len(shown) - 1))
     for measured in side:
         of_steps = None if measured.cv is None else (STEP_FACTOR * measured.cv / len(side)) ** 2
         variances.append((of_steps, len(measured.times_s) - 1))
@@ -374,8 +386,11 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
 def conditions_apart(environments: Iterable[Environment | None]) -> str:
     """In what the known conditions differ: `driver 580 and 590`; empty where they do not."""
     texts: dict[str, set[str]] = {}
-    for identity in {known.identity for known in environments if known}:
-        for name, value in msgspec.to_builtins(identity).items():
+    for known in filter(None, environments):
+        conditions = msgspec.to_builtins(known.identity)
+        if known.identity.driver is None:  # a step on the CPU
+            conditions["processors"] = known.cpu_count
+        for name, value in conditions.items():
             texts.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
     apart = []
     for name, values in texts.items():

@@ -63,6 +63,7 @@ DOUBTFUL = frozenset(
         WarningCode.THROTTLED,
         WarningCode.GPU_SHARED,
         WarningCode.CPU_SHARED,
+        WarningCode.PROCESSES_APART,
     }
 )
 """Warnings that put a time in doubt: another measurement may give another time."""

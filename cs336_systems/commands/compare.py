@@ -163,7 +163,8 @@ def _names(arguments: CompareArguments) -> tuple[str, str] | None:
         return arguments.a, arguments.b
     from ..report.compared import records_at
 
-    kept = arguments.results / "baselines" / checked(flags.checked_name, arguments.baseline)
+    name = checked(flags.checked_name, arguments.baseline, "--baseline")
+    kept = arguments.results / "baselines" / name
     if arguments.b is not None or not are_on_disk((arguments.a, arguments.a)):
         raise UsageError(
             "--baseline compares one directory of results with those kept earlier; leave out B"

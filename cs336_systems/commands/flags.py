@@ -321,11 +321,13 @@ def check_repeats(repeats: int, least: int = 1) -> None:
         raise ValueError(f"--repeats must be from {least} to 1000, got {repeats}")
 
 
-def checked_name(name: str) -> str:
-    """The name itself; raise ValueError unless it is a plain, portable directory name."""
+def checked_name(name: str, flag: str = "--name") -> str:
+    """The name itself, given by this flag; raise ValueError unless it is a plain, portable
+    directory name.
+    """
     if not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_NAME_LENGTH - 1}}}", name):
         raise ValueError(
-            f"--name must be 1 to {MAX_NAME_LENGTH} letters, digits, '_', '.', '+' or '-', "
+            f"{flag} must be 1 to {MAX_NAME_LENGTH} letters, digits, '_', '.', '+' or '-', "
             f"beginning with a letter, digit or '_'; got {name[:120]!r}"
         )
     return name

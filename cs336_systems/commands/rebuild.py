@@ -103,7 +103,7 @@ def rebuild_all(
         except Exception as error:  # whatever its files hold, the others are written
             status.end()
             problems[path] = why = in_one_line(error)
-            print_aside(f"error: {path} is left as it was: {why}")
+            print_aside(f"error: {path} is not rebuilt: {why}")
         else:
             status.end()
             rebuilt.append(directory)

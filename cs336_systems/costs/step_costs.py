@@ -187,10 +187,15 @@ def read_costs(path: Path) -> KeptCosts:
     return read_json(path, KeptCosts, what, version=FORMAT_VERSION, error=CostsError)
 
 
-def write_costs(path: Path, steps: Mapping[str, Costs]) -> None:
-    """Keep the costs of steps by name."""
-    ordered = {name: steps[name] for name in sorted(steps)}
-    write_atomically(path, encode_json(KeptCosts(torch=torch_version(), steps=ordered)))
+def write_costs(path: Path, kept: KeptCosts, steps: Mapping[str, Costs]) -> None:
+    """Keep the costs of these steps by name, beside others that were `kept` before."""
+    versions = [torch_version() or ""]
+    if kept.steps.keys() - steps.keys():  # those stay as another PyTorch may have traced them
+        versions = [*(kept.torch or "").split(" or "), *versions]
+    together = kept.steps | {**steps}
+    ordered = {name: together[name] for name in sorted(together)}
+    torch = " or ".join(dict.fromkeys(filter(None, versions))) or None
+    write_atomically(path, encode_json(KeptCosts(torch=torch, steps=ordered)))
 
 
 def has_uncounted_flops(costs: Costs) -> bool:

@@ -68,10 +68,10 @@ class FileBatches:
         rows = np.stack([self._tokens[start : start + length + 1] for start in starts])
         vocab_size = self._config.model.vocab_size
         if rows.min() < 0 or rows.max() >= vocab_size:
+            advice = "; pass the tokenizer's --vocab-size" if rows.min() >= 0 else ""
             raise ValueError(
                 f"{self._config.tokens}: tokens must be from 0 to vocab_size - 1 = "
-                f"{vocab_size - 1}, found {rows.min()} to {rows.max()}; pass the tokenizer's "
-                "--vocab-size"
+                f"{vocab_size - 1}, found {rows.min()} to {rows.max()}{advice}"
             )
         self._staging.copy_(torch.from_numpy(rows.astype(np.int64)))
         on_device = self._staging.to(self._config.device.value, non_blocking=True)

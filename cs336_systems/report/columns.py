@@ -50,7 +50,7 @@ def columns_of(*parts: str | Column) -> list[Column]:
 def _ratio(row: Row) -> str:
     """A ratio of times as text, with enough digits that it lies visibly within its interval."""
     interval = {"low": row["ratio_low"], "high": row["ratio_high"]}
-    return Gain(row["ratio"], is_doubted=row["ratio_is_doubted"], **interval).text()
+    return Gain(row["ratio"], is_doubted=bool(row["doubts"]), **interval).text()
 
 
 def _ratio_interval(row: Row) -> str:

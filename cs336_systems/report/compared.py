@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
-from ..analysis.warnings import in_doubt
+from ..analysis.warnings import DOUBTFUL
 from ..files import read_json
 from ..record import RUNS, RecordError, RunRecord, load_records, read_record
 from ..text import counted, print_aside, text_of
@@ -23,7 +23,7 @@ from .formats import texts_of, write_files
 from .identity import ALWAYS, SHAPE, heading, identity_columns, without_unused
 from .quantities import StepResult
 from .section import Section, known, make_table, settings
-from .words import DOUBT, SCATTER, in_percent, mean_and_std, mixed_notes, significant
+from .words import DOUBT, SCATTER, ended, in_percent, mean_and_std, mixed_notes, significant
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -234,7 +234,7 @@ def _row(
     assert whole is not None
     identity = {name: value for name, value in _settings(whole).items() if name not in differing}
     row: Row = {**identity, "identity": identity, **dict.fromkeys(RATIO)}
-    row |= {"ratio_is_doubted": False, "answer": "", "per": ""}
+    row |= {"doubts": (), "answer": "", "per": ""}
     row |= {"is_in_turn": False, "is_assumed": False}
     for side, result in (("a", a), ("b", b)):
         for name in differing:
@@ -254,7 +254,7 @@ def _row(
         "ratio": compared.ratio,
         "ratio_low": compared.low,
         "ratio_high": compared.high,
-        "ratio_is_doubted": in_doubt([*a.codes, *b.codes]),
+        "doubts": sorted(DOUBTFUL.intersection([*a.codes, *b.codes])),
         "is_in_turn": compared.is_in_turn,
         "is_assumed": compared.is_assumed,
         "verdict": str(compared.verdict),
@@ -270,7 +270,7 @@ def _answer(compared: compare.Comparison, per: str) -> str:
     if compared.low is None or compared.high is None or compared.least_shown is None:
         return f"Cannot tell: the spread of {of} is not known."
     if compared.is_assumed:
-        of += f", assumed to scatter by {SCATTER}"
+        of += f", assumed to scatter by at least {SCATTER}"
     if compared.verdict is not compare.Verdict.CANNOT_TELL:
         speed = mean_and_std(1 / compared.ratio, (1 / compared.low - 1 / compared.high) / 2)
         return (
@@ -302,7 +302,10 @@ def _what_is_what(
             continue
         texts = []
         for rows in results:
-            values = dict.fromkeys(text_of(row["identity"][name]) for row in rows)
+            of_rows = [row["identity"][name] for row in rows]
+            values = dict.fromkeys(
+                "not seen" if value is None else text_of(value) for value in of_rows
+            )
             texts.append(" or ".join(values))
         differences.append(f"{heading(name)} ({', '.join(texts)})")
     if differences:
@@ -311,6 +314,10 @@ def _what_is_what(
             "settings."
         )
     yield from mixed_notes(chain.from_iterable(row.environments for row in chain(*results)))
+    for name, side in zip("AB", results, strict=True):
+        partly = [row.statuses for row in side if row.done and row.failed]
+        if partly:
+            yield f"Left out of {name}: {ended(*chain.from_iterable(partly))}."
     for of_a, of_b in matching.pairs:
         a, b = (row.subject.tokens_per_step for row in (results[0][of_a], results[1][of_b]))
         if a != b:
@@ -335,8 +342,8 @@ def _ratio_notes(rows: Sequence[Row]) -> Iterator[str]:
     """Notes on the ratios: the mark of those in doubt, and how their interval is computed, which
     differs for processes measured alternately and for fewer than FEWEST processes.
     """
-    if any(row["ratio_is_doubted"] for row in rows):
-        yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
+    if doubts := sorted(set(chain.from_iterable(row["doubts"] for row in rows))):
+        yield f"{DOUBT} marks a ratio of times that are in doubt: {', '.join(doubts)}."
     told = [row for row in rows if row["ratio_low"] is not None]
     interval = f"{100 * compare.CONFIDENCE:g} % interval of the ratio"
     if any(row["is_in_turn"] for row in told):
@@ -351,7 +358,7 @@ def _ratio_notes(rows: Sequence[Row]) -> Iterator[str]:
         few = (
             f"; for fewer than {FEWEST} processes (--repeats), or equal ones, one of {SCATTER} "
             "between them, the largest in the published records, and of "
-            f"{compare.STEP_FACTOR:g} times that of their steps"
+            f"{compare.STEP_FACTOR:g} times that of their steps, besides what they show"
         )
     yield (
         f"{interval}: Welch's, over the means of processes. Assumed is a standard deviation of "

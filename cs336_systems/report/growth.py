@@ -65,12 +65,13 @@ class Growth:
 
 
 def growths(before: Costs, now: Costs) -> list[Growth]:
-    """The quantities that have grown, the headline first."""
+    """The quantities that have grown, of those that both have, the headline first."""
     renamed = _renamed(before, now)
     grown = []
     for quantity in QUANTITIES:
-        old = before.get(quantity, {})
-        new = now.get(quantity, {})
+        if quantity not in before or quantity not in now:
+            continue
+        old, new = before[quantity], now[quantity]
         total_before, total_now = total(old), total(new)
         if total_now <= total_before * (1 + NOISE[quantity]):
             continue
@@ -105,8 +106,8 @@ def _renamed(before: Costs, now: Costs) -> dict[str, str]:
     the order in which they run, if they are as many.
     """
     # dictionaries keep the order in which modules dispatch operations
-    old = dict.fromkeys(map(module_of, before["operations"]))
-    new = dict.fromkeys(map(module_of, now["operations"]))
+    old = dict.fromkeys(map(module_of, before.get("operations", {})))
+    new = dict.fromkeys(map(module_of, now.get("operations", {})))
     gone = [module for module in old if module not in new]
     come = [module for module in new if module not in old]
     if len(gone) != len(come):
@@ -165,7 +166,7 @@ def costs_table(before: Mapping[str, Costs], now: Mapping[str, Costs]) -> Table:
         kept = before.get(name)
         for quantity in reversed(QUANTITIES):
             value = total(costs[quantity])
-            earlier = None if kept is None else total(kept.get(quantity, {}))
+            earlier = None if kept is None or quantity not in kept else total(kept[quantity])
             row = {
                 "step": name,
                 "quantity": quantity.removesuffix("_bytes").replace("_", " "),

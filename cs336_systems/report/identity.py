@@ -370,7 +370,8 @@ def _word(name: str, value: object) -> str:
 def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection[str] = ()) -> str:
     """The settings that all runs share, in words; each run is given with the name of its device.
 
-    What was not seen of a watched loop is not known to be shared.
+    What was not seen of a watched loop or of a user's model is not known to be shared; a run that
+    failed early does not know its device.
     Settings with their default values are left out unless they are in `also`.
     """
     rows = identities(runs)
@@ -379,7 +380,6 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
     phrased = [name for name, setting in SETTINGS.items() if setting.note]
     is_trained = any(subject.mode is Mode.TRAIN for subject, _ in runs)
     has_loop = any(isinstance(subject, WatchedLoop) for subject, _ in runs)
-    unknown = set() if has_loop else {None}
     texts = []
     for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *of_first)):
         setting = _setting(name)
@@ -388,7 +388,9 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
             is_noted |= row[name] != defaults.get(name)
         if setting.noted == "never" or (name == "optimizer" and not is_trained):
             is_noted = False
-        values = {row[name] for row in rows} - unknown
+        values = {row[name] for row in rows}
+        if name == "device_name" and not has_loop:
+            values.discard(None)
         if len(values) == 1 and None not in values and (is_noted or name in also):
             texts.append(in_note(name, setting, *values))
     return ", ".join(texts)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from ..analysis.compare import Verdict, compare_apart, measured_steps
+from ..analysis.compare import Verdict, are_apart, compare_apart, measured_steps
 from ..analysis.loop_times import LoopTimes
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
@@ -24,7 +24,7 @@ from ..costs.hardware import DeviceSpec, find_device
 from ..costs.memory import predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
-from ..record import Activity, Environment, Measurement, Memory, RunRecord, Status
+from ..record import Activity, Environment, Measurement, Memory, RunRecord, Status, WarningCode
 from ..studies.ceilings_files import Ceilings
 from ..subject import Subject
 from .column import Quantity, Written, quantity, signed, three_digits, two_digits
@@ -122,8 +122,11 @@ class Gain(NamedTuple):
     @classmethod
     def over(cls, slow: "StepResult", fast: "StepResult", ratio: float) -> "Gain":
         """The gain without an interval."""
-        std = quotient_stdev(ratio, slow.step_cv, fast.step_cv)
-        return cls(ratio, std, in_doubt([*slow.codes, *fast.codes]))
+        codes = [*slow.codes, *fast.codes]
+        std = None
+        if WarningCode.PROCESSES_APART not in codes:  # that of steps says nothing of these
+            std = quotient_stdev(ratio, slow.step_cv, fast.step_cv)
+        return cls(ratio, std, in_doubt(codes))
 
 
 def _times(
@@ -352,9 +355,11 @@ class StepResult(Mapping[str, Any]):
 
     @cached_property
     def codes(self) -> list[str]:
-        """The warnings of all processes, and how many of these failed if some did not."""
+        """The warnings of all processes and those of their differences."""
         warnings = chain.from_iterable(record.warnings for record in self.records)
         codes = [str(warning.code) for warning in warnings]
+        if are_apart(self.measured(Phase.STEP)):
+            codes.append(WarningCode.PROCESSES_APART)
         if self.done and self.failed:
             codes.append(f"{len(self.failed)}-of-{len(self.records)}-repeats-failed")
         return list(dict.fromkeys(codes))

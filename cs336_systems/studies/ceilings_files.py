@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from ..analysis.warnings import in_doubt, may_be_in_doubt
+from ..config import Device
 from ..costs.communication import Collective
 from ..costs.curves import Curves, transferred_curves, with_fp8
 from ..costs.hardware import DeviceSpec, bare_name, find_device
@@ -56,12 +57,13 @@ class Ceilings:
 
     @property
     def measured_names(self) -> list[str]:
-        """The devices that the user has measured, without the manufacturer's name."""
-        return list(dict.fromkeys(bare_name(study.device_name) for study in self.studies))
+        """The GPUs that the user has measured, without the manufacturer's name."""
+        gpus = [study for study in self.studies if study.grid.device is Device.CUDA]
+        return list(dict.fromkeys(bare_name(study.device_name) for study in gpus))
 
     @property
     def device_names(self) -> list[str]:
-        """The devices with ceilings, without the manufacturer's name; those that the user has
+        """The GPUs with ceilings, without the manufacturer's name; those that the user has
         measured come first.
         """
         names = self.measured_names

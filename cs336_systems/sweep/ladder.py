@@ -198,7 +198,8 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
         optimizer=OptimizerKind.FOREACH,
         sync_phases=False,
     )
-    words = "true fp32, eager, attention written out, foreach AdamW"
+    attention = "" if config.model_factory else "attention written out, "  # theirs was not seen
+    words = f"true fp32, eager, {attention}foreach AdamW"
     rungs = [Rung(name="fp32", change=words, config=config)]
     for change in _changes(config, device_name):
         if change.applies:

@@ -138,6 +138,7 @@ def test_a_baseline_is_kept_once_and_compared_with_later(here, capsys) -> None:
         r"B is 2\.0 ± 0\.3 times as fast as A .*", capsys.readouterr().out.splitlines()[-1]
     )
     assert len([*(here / "data/baselines/before/runs").iterdir()]) == 1
-    for wrong in ((a,), (a, a, "--baseline", "x"), (ONE, "--baseline", "x")):
+    named = ("--baseline", "x")
+    for wrong in ((a,), (a, a, *named), (ONE, *named), (a, "--baseline", "/")):
         assert compare(*wrong) == 2
         assert "--baseline" in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_files_that_lack_what_they_need_are_named_and_the_others_written(
     changed("e2e_benchmark/out_of_memory", "sweeps/good", lambda found: None)
     assert cli.main(["report", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
-    named = re.findall(rf"^error: {tmp_path}/(\S+) is left as it was: \S", err, re.MULTILINE)
+    named = re.findall(rf"^error: {tmp_path}/(\S+) is not rebuilt: \S", err, re.MULTILINE)
     assert named == [
         "fusion/empty",
         "fusion/no-eager",

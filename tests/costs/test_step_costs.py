@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336.commands.configure import make_config
 from cs336.config import Device
 from cs336.costs import traces
-from cs336.costs.step_costs import Costs, module_of, read_costs, step_costs, write_costs
+from cs336.costs.step_costs import Costs, KeptCosts, module_of, read_costs, step_costs, write_costs
 from cs336.costs.tape import Tape
 from cs336.measure.traced import traced
 from cs336.report.growth import Growth, costs_table, growths
@@ -176,9 +176,18 @@ def test_costs_are_kept_and_shown(tmp_path) -> None:
     path = tmp_path / "kept.json"
     assert read_costs(path).steps == {}
     costs = base_costs("mlp")
-    write_costs(path, {"b": costs, "a": costs})
+    write_costs(path, KeptCosts(), {"b": costs, "a": costs})
     assert read_costs(path).steps == {"a": costs, "b": costs}
     assert read_costs(path).torch == torch.__version__
+    for versions in ("1.0", "1.0 or 1.1", f"1.0 or {torch.__version__}"):
+        kept = KeptCosts(torch=versions, steps={"a": costs, "b": costs})
+        write_costs(path, kept, {"a": costs})
+        assert {*str(read_costs(path).torch).split(" or ")} == {
+            *versions.split(" or "),
+            torch.__version__,
+        }, "b stays of an older one"
+        write_costs(path, kept, {"a": costs, "b": costs, "c": costs})
+        assert read_costs(path).torch == torch.__version__
     doubled = {quantity: dict(parts) for quantity, parts in costs.items()}
     doubled["operations"] = {part: 2 * count for part, count in costs["operations"].items()}
     (row,) = [

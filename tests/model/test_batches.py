@@ -2,6 +2,8 @@
 names it.
 """
 
+import gzip
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -160,7 +162,9 @@ def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
         ValueError, match=f"{path}: needed one axis of integers, found {result}"
     ) as caught:
         open_tokens(path, context_length=4)
-    if array.dtype.names is None and array.ndim:
+    is_lossless = np.issubdtype(array.dtype, np.integer)
+    assert ("converted by" in str(caught.value)) is is_lossless
+    if is_lossless and array.ndim:
         exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
         [converted] = (other for other in tmp_path.iterdir() if other != path)
         assert (
@@ -171,6 +175,43 @@ def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
         open_tokens(tmp_path / "train.bin", context_length=4)
     exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
     assert open_tokens(tmp_path / "train.bin.npy", context_length=4).tolist() == list(range(100))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_conversion_is_advised_only_where_it_gives_the_tokens(tmp_path, seed):
+    """Drawn files that are no tokens yet, and whether one of the lines would make them of it."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 50_000, 2 * rng.integers(50, 3000)).astype(np.uint16)
+    whole, archive = io.BytesIO(), io.BytesIO()
+    np.save(whole, tokens)
+    np.savez(archive, tokens=tokens)
+    content, is_right = [
+        (tokens.tobytes(), True),
+        (tokens.tobytes() + b"x", False),
+        (whole.getvalue()[: -2 * rng.integers(1, 30)], False),
+        (archive.getvalue() + b" " * (len(archive.getvalue()) % 2), False),
+        (gzip.compress(bytes(tokens)) + b"\0", False),
+        (" ".join(map(str, tokens)).encode() + b"\n\n", False),
+        ("Größe, 大 ".encode() * 100, False),
+        (b"", False),
+    ][seed % 8]
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"not a \.npy file of numbers") as caught:
+        open_tokens(path, context_length=4)
+    _, _, line = str(caught.value).partition("converted by ")
+    assert bool(line) is is_right
+    if line:
+        exec(line, {"numpy": np})
+        assert open_tokens(tmp_path / "tokens.bin.npy", 4).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("bad", [-1, 50_000])
+def test_a_vocabulary_is_advised_only_against_tokens_above_it(tmp_path, bad):
+    batches = make_batches(token_file(tmp_path / "t.npy", [bad] * 100, np.int32))
+    with pytest.raises(ValueError, match=f"found {bad} to {bad}") as caught:
+        batches()
+    assert ("--vocab-size" in str(caught.value)) is (bad > 0)
 
 
 @pytest.mark.gpu

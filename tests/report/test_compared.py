@@ -4,6 +4,7 @@ import csv
 import itertools
 import math
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import scipy.stats
 
 from cs336.config import Mode, Phase
-from cs336.record import WarningCode
+from cs336.record import Status, WarningCode
 from cs336.report.compared import Sides, compare_sides
 from cs336.report.formats import csv_of, texts_of
-from tests.report.making import make_config, make_failure, make_record
+from tests.report.making import H200, make_config, make_failure, make_record
 
 
 def section_of(a, b, **options):
@@ -133,6 +134,26 @@ def test_only_modes_that_compute_the_same_are_compared(mode_a, mode_b) -> None:
         section_of(*sides)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_processes_that_failed_beside_others_are_told(seed) -> None:
+    """Drawn failures: their number stands in the notes, and only of sides that have a time too."""
+    rng = random.Random(seed)
+    sides, counts = [], []
+    for _ in "AB":
+        statuses = [rng.choice([Status.OK, Status.OOM, Status.CRASHED]) for _ in range(4)]
+        side = []
+        for repeat, status in enumerate([Status.OK, *statuses]):
+            config = make_config(repeat=repeat)
+            failed = make_failure(config, status, device_name=H200)
+            side.append(make_record(config, (0.1, 0.1)) if status is Status.OK else failed)
+        sides.append(side)
+        counts.append(sum(status is not Status.OK for status in statuses))
+    notes = section_of(*sides).tables[0].notes
+    for name, count in zip("AB", counts, strict=True):
+        told = [note for note in notes if note.startswith(f"Left out of {name}: of 5 processes ")]
+        assert sum(int(n) for note in told for n in re.findall(r"\d+", note)[1:]) == count
+
+
 def test_a_ratio_of_times_in_doubt_is_marked() -> None:
     a, b = (
         [make_record(make_config(precision=precision), (step_s, step_s), codes=codes)]
@@ -140,6 +161,7 @@ def test_a_ratio_of_times_in_doubt_is_marked() -> None:
     )
     (table,) = section_of(a, b).tables
     assert "2.00 ?" in table.rows[0]
+    assert any(note.endswith("in doubt: unstable.") for note in table.notes)
 
 
 def test_another_warm_up_is_refused_unless_allowed() -> None:

@@ -26,7 +26,7 @@ from cs336.record import Measurement, Phase, Status, Traffic, WarningCode
 from cs336.report import configurations
 from cs336.report.configurations import over_warmup, step_results
 from cs336.report.identity import names_of
-from cs336.report.quantities import StepResult
+from cs336.report.quantities import Gain, StepResult
 from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_files import Ceilings
 from cs336.studies.ceilings_rows import CollectiveCell
@@ -177,6 +177,26 @@ def test_a_failed_repeat_shows_beside_the_times_of_the_others():
     assert (row["status"], row["error"]) == ("killed", "first")
     assert row["warnings"] == "drift;2-of-3-repeats-failed"
     assert row["step_mean_ms"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_processes_that_differ_by_more_than_chance_put_their_mean_in_doubt(seed):
+    """Drawn means of quiet processes: the warning is there from 15 % between any two of them, and
+    the deviation of a gain, which is of steps, is then left out.
+    """
+    rng = random.Random(seed)
+    means_s = [0.1 * (1 + rng.choice([0, 0.05, 0.12, 0.17, 1])) for _ in range(rng.randint(1, 4))]
+    config = make_config()
+    row = only_row(
+        *(
+            make_record(replace(config, repeat=repeat), (mean_s * 0.999, mean_s * 1.001))
+            for repeat, mean_s in enumerate(means_s)
+        )
+    )
+    are_apart = max(means_s) / min(means_s) > 1.149
+    assert row["warnings"] == ("processes-apart" if are_apart else None)
+    gain = Gain.over(row, row, 1)
+    assert (gain.std is None, gain.is_doubted) == (are_apart, are_apart)
 
 
 def test_devices_are_not_pooled_and_a_nameless_failure_joins_the_only_one():

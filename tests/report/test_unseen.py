@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336.config import Device, Mode, Phase, Precision
+from cs336.config import Attention, Device, Mode, Phase, Precision
 from cs336.loop_record import LoopRecord
 from cs336.record import Measurement, RunRecord, Status, WarningCode
 from cs336.report.compared import Sides, compare_sides
@@ -145,6 +145,22 @@ def test_what_was_not_seen_of_a_loop_is_not_shared(seed: int) -> None:
     # of other settings a loop knows only how many steps it had
     known = [word for word in words[1:] if "step" not in word]
     assert sorted(known) == sorted(expected)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_was_not_seen_of_a_users_model_is_not_shared(seed: int) -> None:
+    """Beside a run of this project's model: of a user's neither width nor attention is known."""
+    rng = random.Random(seed)
+    attention = rng.choice([*Attention])
+    ours = make_config(precision=rng.choice([*Precision]), model={"attention": attention})
+    theirs = replace(ours, model_factory="mine:make", size="own")
+    told = shared_settings([(run, H200) for run in rng.sample([ours, theirs], 2)])
+    assert "attention" not in told
+    assert str(ours.precision) in told.split(", ")
+    assert "attention" in shared_settings([(ours, H200), (replace(ours, seed=1), H200)])
+    sides = [[make_record(config, (0.1, 0.1))] for config in (ours, theirs)]
+    notes = compare_sides(Sides(a="a", b="b"), sides).section.tables[0].notes
+    assert any(f"attention ({attention}, not seen)" in note for note in notes)
 
 
 @pytest.mark.parametrize("unseen", "AB")

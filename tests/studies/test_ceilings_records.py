@@ -2,6 +2,7 @@
 their device.
 """
 
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cs336.commands.account import ForecastArguments
 from cs336.config import Device, Precision
 from cs336.costs.hardware import bare_name
 from cs336.files import encode_json
@@ -136,6 +138,23 @@ def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path) -> 
     time = curves.matmul_time(Precision.BF16, 8192, 8192, 8192)
     assert time is not None
     assert time.time_s == pytest.approx(2 * 8192**3 / 1e12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_measured_cpu_is_never_the_gpu_that_a_forecast_is_of(tmp_path: Path, seed: int) -> None:
+    """Drawn studies of CPUs and GPUs: only a single GPU is meant where none is named."""
+    rng, gpus = random.Random(seed), []
+    for number in range(rng.randint(0, 4)):
+        device = rng.choice([*Device])
+        name = f"Maker {device} {number}"
+        gpus += [name] * (device is Device.CUDA)
+        (tmp_path / str(number)).mkdir()
+        study = make_rates(device=device, device_name=name)
+        (tmp_path / str(number) / "ceilings.json").write_bytes(encode_json(study))
+    found = load_ceilings(tmp_path)
+    assert found.measured_names == gpus
+    meant = ForecastArguments().machine(found)
+    assert meant == (gpus[0] if len(gpus) == 1 else None, None)
 
 
 @pytest.mark.parametrize(("spread", "is_in_doubt"), [(0.001, False), (0.5, True)])

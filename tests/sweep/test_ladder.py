@@ -147,6 +147,14 @@ def test_packages_that_are_installed_give_hopper_a_rung_more(
     assert name not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
 
 
+@pytest.mark.parametrize("base", [TINY, GPT2, XL])
+def test_a_rung_says_of_attention_only_what_it_chose(base) -> None:
+    """The attention of a user's own model is not seen, and not changed."""
+    for factory in (None, "a:b"):
+        told = [rung.change for rung in rungs(replace(base, model_factory=factory), H200)]
+        assert any("attention" in words for words in told) is (factory is None)
+
+
 @pytest.mark.parametrize(
     ("base", "device_name", "left_out"),
     [

@@ -55,7 +55,7 @@ LEAST_DISTANCE = 0.001
 """Smallest distance between losses that is written as a number, in percent of the fall of the
 loss.
 """
-COUNTED = "Counts are of a run under torch.profiler; busy is over the step's time without it."
+COUNTED = "Counts are of a run under torch.profiler"
 PASSED, UNCREDITED = "passed", "did not pass the gate"
 STYLES = {
     PASSED: Style(colour="#0072B2"),
@@ -400,9 +400,11 @@ def ladder_section(rungs: Rungs) -> Section:
         counts: list[Column] = [RungResult.rung]
         if rungs[0].config.device is Device.CPU:
             counts += [replace(RungResult.launches_per_step, name="operators")]
+            note = f"{COUNTED}."
         else:
+            note = f"{COUNTED}; busy is over the step's time without it."
             counts += [RungResult.launches_per_step, RungResult.busy_share, RungResult.busy_ms]
-        tables.append(make_table("Counts of a step", known(counts, rungs), rungs, [COUNTED]))
+        tables.append(make_table("Counts of a step", known(counts, rungs), rungs, [note]))
     return Section(
         name="ladder",
         tables=tuple(tables),
