@@ -181,6 +181,18 @@ def test_whatever_the_width_every_row_has_its_name_and_its_time(kind, width, cap
         assert not words(table.notes) - words([shown]), "notes wrap between words, and none is lost"
 
 
+UNIT_OF = {"ms": "ms", "us": "µs", "mib": "MiB", "gib": "GiB"}
+"""The unit that a column's heading names, by the ending of its key."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_column_of_times_or_sizes_names_its_unit(kind):
+    for table in kinds()[kind][0]:
+        for heading in table.headings:
+            unit = UNIT_OF.get(heading.key.rpartition("_")[2])
+            assert unit is None or unit in heading.unit, heading
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipe_gets_all_columns_whole_and_one_line_for_each_row(kind, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -158,7 +158,10 @@ def test_the_list_names_the_device_and_the_days_of_each_page() -> None:
         (
             "study",
             attention,
-            [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]],
+            [
+                ["Forward", "as fast as naive", "flash 2.0"],
+                ["naive runs out of memory", "context 2048"],
+            ],
         ),
         ("study", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
         (
