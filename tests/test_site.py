@@ -71,6 +71,13 @@ def test_what_is_linked_is_there(document: Path) -> None:
             assert not anchor or anchor in anchors(path), link
 
 
+@pytest.mark.parametrize("document", SITE, ids=name_of)
+def test_no_comment_ends_a_paragraph(document: Path) -> None:
+    """A line that begins with a comment is HTML, in which Markdown is not read."""
+    text = re.sub(r"(?ms)^```.*?^```", "", document.read_text())
+    assert re.findall(r"(?m)^\s*<!--.*?-->.+$", text) == []
+
+
 @pytest.mark.parametrize("page", sorted(GALLERY.glob("*.html")), ids=name_of)
 def test_what_a_page_of_the_gallery_links_is_there(page: Path) -> None:
     text = page.read_text()
