@@ -140,6 +140,7 @@ def print_measured(record: RunRecord, runs: Path) -> None:
     from .sections.memory.tables import tables_of_one as memory_tables
 
     results = Results.load([record], runs.parent)
+    print_line("")
     for explained in results.kernels:
         print_tables(kernel_tables(explained, TOP))
     for entry in results.memory:

@@ -15,6 +15,7 @@ from cs336.report.charts import (
     CLASS_COLOURS,
     LAUNCH_PHASES,
     PHASE_COLOURS,
+    PHASE_STYLES,
     Bar,
     Chart,
     Panel,
@@ -25,6 +26,7 @@ from cs336.report.draw import figure_of, svg_of
 from cs336.report.sections.kernels.bars import COMMUNICATION, EXPOSED
 from cs336.report.sections.kernels.bars import STYLES as STYLES_OF_WORK
 from cs336.report.sections.memory.bars import CATEGORIES
+from cs336.report.sections.plan import PARTS as PARTS_OF_PLAN
 from cs336.report.sections.steps import PARTS
 from tests.report.drawn import overlaps, texts
 
@@ -187,9 +189,10 @@ ON_ONE_PAGE = {
     "a sweep under a profiler": (PARTS, STYLES_OF_WORK, COMMUNICATION),
     "a trace": (LAUNCH_PHASES, STYLES_OF_WORK),
     "a sweep with snapshots": (PARTS, CATEGORIES),
+    "a plan": (PHASE_STYLES, PARTS_OF_PLAN),
 }
 """The styles of pictures that stand together."""
-ONE_THING = {EXPOSED: str(KernelClass.COMMUNICATION)}
+ONE_THING = dict.fromkeys((EXPOSED, "exposed communication"), str(KernelClass.COMMUNICATION))
 
 
 def oklab(colour: str, view: np.ndarray) -> np.ndarray:
