@@ -6,7 +6,9 @@ import difflib
 import functools
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +41,7 @@ GROUPS = {
     },
     "Forecast": {
         "account": "Say what a step costs without running it, and whether it fits.",
-        "plan": "Say whether a training fits, how long it takes, what it costs, in which layout.",
+        "plan": "Say whether a training fits, how long it takes and what it costs.",
     },
 }
 """The subcommands of `cs336`, by what they are for."""
@@ -125,10 +127,11 @@ def _print_commands() -> None:
     for example in EXAMPLES:
         print(f"  cs336 {example}")
     print(f"\n{QUESTION}")
+    width = shutil.get_terminal_size().columns
     for title, group in GROUPS.items():
         print(title)
         for name, line in group.items():
-            print(f"  {name:<11}{line}")
+            print(textwrap.fill(f"  {name:<11}{line}", width, subsequent_indent=" " * 13))
     print("\nCOMMAND --help explains a command, --help-all all its flags; cs336 --version")
 
 

@@ -168,7 +168,7 @@ def in_words(name: str, setting: Setting, value: object) -> str:
         return ""
     if isinstance(value, bool):
         return word if value else f"no {word}"
-    text = text_of(value)
+    text = f"{value:g}" if isinstance(value, float) else text_of(value)
     if len(text) > MAX_WORD:
         text = f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
     return f"{word}{text}" if word in ("", "#") else f"{word} {text}"

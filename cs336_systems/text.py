@@ -17,6 +17,12 @@ LONGEST_LINE = 4000
 """Most characters of a line that is printed, unless its caller wants fewer."""
 LONGEST_PART = 300
 """Most characters of a quoted text within a message of this program."""
+_UNIT = (
+    r"(?:%|[nµm]?s|[KMGTk]?i?B(?:/s)?|[GT]?FLOPs?(?:/s|/byte)?|[MG]Hz|W|bytes|tokens/s|days|"
+    r"(?:GPU-)?hours)(?![\w/])"
+)
+_JOINTS = re.compile(rf"(?<=[\d?]) (?={_UNIT})|(?<=\d) (?=±|\?(?!\w))|(?<=±) (?=\d)")
+"""Spaces within a quantity, such as those of `30 ± 4 ? ms`."""
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of control characters, direction marks, lone surrogates and line
 separators.
@@ -31,6 +37,13 @@ def inert_line(text: str, longest: int = LONGEST_LINE) -> str:
     longer text loses its middle, and the line says how much that was. An inert line stays as it is.
     """
     return _cut(text, longest, _visible)
+
+
+def unbroken(text: str, joint: str = "\N{NO-BREAK SPACE}") -> str:
+    """The text with a joint in place of each space at which no line may end: between a number and
+    its unit, its deviation or a mark of doubt.
+    """
+    return _JOINTS.sub(joint, text)
 
 
 def print_line(text: str) -> None:

@@ -16,6 +16,7 @@ from functools import cache
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -68,6 +69,23 @@ def test_what_is_linked_is_there(document: Path) -> None:
             # the site has no listings of directories
             assert path.is_file(), target
             assert not anchor or anchor in anchors(path), link
+
+
+@pytest.mark.parametrize("document", SITE, ids=name_of)
+def test_no_comment_ends_a_paragraph(document: Path) -> None:
+    """A line that begins with a comment is HTML, in which Markdown is not read."""
+    text = re.sub(r"(?ms)^```.*?^```", "", document.read_text())
+    assert re.findall(r"(?m)^\s*<!--.*?-->.+$", text) == []
+
+
+@pytest.mark.parametrize("page", sorted(GALLERY.glob("*.html")), ids=name_of)
+def test_what_a_page_of_the_gallery_links_is_there(page: Path) -> None:
+    text = page.read_text()
+    names = {*re.findall(r'\bid="([^"]+)"', text)}
+    for link in re.findall(r'<a[^>]* href="([^"]+)"', text):
+        target, _, anchor = unescape(link).partition("#")
+        assert ABROAD.match(target) or (page.parent / target).exists(), link
+        assert target or unquote(anchor) in names, link
 
 
 def test_every_document_of_docs_is_in_the_navigation() -> None:

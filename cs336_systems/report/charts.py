@@ -117,6 +117,13 @@ LAUNCH_PHASES = {
     LaunchPhase.UNATTRIBUTED: Style(colour="#FFFFFF", pattern="/", ink="#6A6A6A"),
 }
 """Style of each phase of launches; those that a clock has too look as they do there."""
+SHORT_NAMES: Mapping[str, str] = {
+    Phase.FORWARD: "fwd",
+    Phase.BACKWARD: "bwd",
+    Phase.COMMUNICATION: "comm.",
+    Phase.OPTIMIZER: "opt.",
+}
+"""Names of phases that are too short for the whole name."""
 CLASS_COLOURS = {
     KernelClass.MATMUL: "#4630B0",
     KernelClass.CONVOLUTION: "#8CC26A",
@@ -152,6 +159,14 @@ COMPUTING_COLOUR: Final = "#8796A5"
 """Of all computation together, whatever its phase or class."""
 REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
+
+
+def fitting(phase: str, room: float) -> str:
+    """The name of a phase, or a short one, that has fewer characters than there is room; empty if
+    neither fits.
+    """
+    names = (phase, SHORT_NAMES.get(phase, ""))
+    return next((name for name in names if len(name) < room), "")
 
 
 def ink(colour: str) -> str:

@@ -304,7 +304,9 @@ COLUMNS = (
             "before backward", "MiB", "Memory that was allocated before backward."
         ),
         "closed_form_mib": Column(
-            "naive saves, in closed form", "", "What written-out attention must save for backward."
+            "naive saves, in closed form",
+            "MiB",
+            "What written-out attention must save for backward.",
         ),
         # ceilings
         "shape": Column(

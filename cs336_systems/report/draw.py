@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final, Literal
 
 import matplotlib
@@ -32,11 +32,13 @@ CHARACTER_INCHES = 0.075
 """Width of a character of a number in a bar."""
 BAR_WIDTH, BAR_INCHES = 0.7, 3.6
 """Width of a bar in units of the axis, and approximate length of the longest horizontal one."""
-HEADER_INCHES, PANEL_INCHES = 0.95, 0.4
-"""Height that a chart needs for its title and settings, and for each panel besides its bars."""
+TITLE_INCHES, LABEL_INCHES, PANEL_INCHES = 0.5, 0.29, 0.4
+"""Height that a chart needs for its title, for the label of an axis, and for each panel besides its
+bars.
+"""
 MIN_BAR_INCHES, LINE_INCHES, LEGEND_ROW_INCHES = 0.36, 0.16, 0.19
-"""Least height of a bar with its distance to the next, and heights of a line of its name and of a
-row of the legend.
+"""Least height of a bar with its distance to the next, and heights of a line of text and of a row
+of the legend.
 """
 PANEL_BARS = 0.3
 """Height of a panel besides its bars, in bars."""
@@ -56,19 +58,20 @@ def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib: its panels below each other, with horizontal bars, and
     one legend for all of them below.
 
-    The figure is as high as its bars and the legend need. The label of the last panel stands below
-    the axis of values.
+    The figure is as high as its bars and the legend need. A label stands below the last of the
+    panels that share it.
     """
     handles = _legend_handles(chart)
     height = _height_inches(chart, math.ceil(len(handles) / chart.legend_columns))
     figure = new_figure(WIDTH, height, chart.title, chart.settings)
     heights = [len(panel.bars) + PANEL_BARS for panel in chart.panels]
     grid = figure.subplots(len(chart.panels), squeeze=False, height_ratios=heights)
-    for axes, panel in zip(grid.flat, chart.panels, strict=True):
+    labelled = _are_labelled(chart.panels)
+    for axes, panel, is_labelled in zip(grid.flat, chart.panels, labelled, strict=True):
         style(axes, "x")
         _draw_bars(axes, panel, chart.styles)
-    lowest, last = grid.flat[-1], chart.panels[-1]
-    lowest.set_xlabel(inert(last.label), fontsize=9)
+        if is_labelled:
+            axes.set_xlabel(inert(panel.label), fontsize=9)
     if handles:
         legend_below(figure, handles, chart.legend_columns)
     return figure
@@ -91,13 +94,24 @@ def _bars(chart: Chart) -> Iterable[Bar]:
     return chain.from_iterable(panel.bars for panel in chart.panels)
 
 
+def _are_labelled(panels: Sequence[Panel]) -> list[bool]:
+    """Whether the label stands below each panel: it does unless the next panel has the same."""
+    labels = [panel.label for panel in panels]
+    return [label != below for label, below in pairwise([*labels, None])]
+
+
 def _height_inches(chart: Chart, legend_rows: int) -> float:
-    """Height of the chart's figure; every bar has room for the name with the most lines."""
-    names = [wrapped(bar.name) for bar in _bars(chart)]
-    most_lines = max((1 + name.count("\n") for name in names), default=1)
-    bar_inches = max(MIN_BAR_INCHES, LINE_INCHES * most_lines)
-    height = PANEL_INCHES * len(chart.panels) + bar_inches * len(names)
-    return height + (HEADER_INCHES + LEGEND_ROW_INCHES * legend_rows)
+    """Height of the chart's figure; every bar has room for the name, and for the figures, with the
+    most lines.
+    """
+    bars = [*_bars(chart)]
+    most_lines = max((1 + wrapped(bar.name).count("\n") for bar in bars), default=1)
+    most_figures = max((len(_figures(bar)) for bar in bars), default=1)
+    bar_inches = max(MIN_BAR_INCHES, LINE_INCHES * max(most_lines, most_figures))
+    of_bars = PANEL_INCHES * len(chart.panels) + bar_inches * len(bars)
+    of_labels = LABEL_INCHES * sum(_are_labelled(chart.panels))
+    header = TITLE_INCHES + LINE_INCHES * len(_settings_lines(chart.settings, WIDTH))
+    return header + of_bars + of_labels + LEGEND_ROW_INCHES * legend_rows
 
 
 def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
@@ -107,7 +121,10 @@ def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
         _draw_bar(axes, place, bar, styles, BAR_INCHES / (longest or 1.0))
         if bar.mark is not None:
             axes.plot([bar.mark], [place], clip_on=False, **MARK)
-    axes.set_xlim(0, max([longest, *(bar.mark or 0.0 for bar in panel.bars)]) or 1.0)
+    highest = max([longest, *(bar.mark or 0.0 for bar in panel.bars)])
+    axes.set_xlim(0, highest or 1.0)
+    if not highest:
+        axes.set_xticks([])  # runs that failed have no scale
     axes.set_ylim(len(panel.bars) - 0.45, -0.55)
     axes.set_yticks(
         range(len(panel.bars)), [wrapped(bar.name) for bar in panel.bars], linespacing=1.3
@@ -140,18 +157,21 @@ def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inc
                 bbox=shade if look.pattern else None,
             )
         left += length
-    lines = [*bar.figures, *bar.failure.split("\n")]
-    words = "\n".join(inert(line) for line in lines if line)
     axes.text(
         1.03,
         place,
-        words,
+        "\n".join(_figures(bar)),
         transform=axes.get_yaxis_transform(),
         va="center",
         fontsize=8,
         linespacing=1.2,
         color=FAILURE_COLOUR if bar.failure else "black",
     )
+
+
+def _figures(bar: Bar) -> list[str]:
+    """The lines at the end of a bar: its figures, and how its run failed."""
+    return [inert(line) for line in (*bar.figures, *bar.failure.split("\n")) if line]
 
 
 def _look(style: Style) -> dict[str, Any]:
@@ -205,12 +225,8 @@ def in_settings(source: str) -> str:
 
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
     """A figure of so many inches with a title and, smaller, the settings below it."""
-    whole = []
-    for item in inert_line(settings, LONGEST_SETTINGS).split(", "):
-        # a line is broken between two settings only
-        whole.append(in_settings(item).replace(" ", "\N{NO-BREAK SPACE}"))
-    lines = textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
-    header = 0.5 + 0.16 * len(lines)
+    lines = _settings_lines(settings, width)
+    header = TITLE_INCHES + LINE_INCHES * len(lines)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - header / height))
     figure = Figure(figsize=(width, height), layout=layout)
     figure.text(0.012, 1 - 0.10 / height, inert(title), fontsize=13, fontweight="bold", va="top")
@@ -219,12 +235,22 @@ def new_figure(width: float, height: float, title: str, settings: str) -> Figure
     return figure
 
 
+def _settings_lines(settings: str, width: float) -> list[str]:
+    """The settings on lines of so many inches that end between two of them; at least one line."""
+    whole = []
+    for item in inert_line(settings, LONGEST_SETTINGS).split(", "):
+        whole.append(in_settings(item).replace(" ", "\N{NO-BREAK SPACE}"))
+    return textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
+
+
 def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
-    """Draw a light grid behind the data, and no box around the axes."""
+    """Draw a light grid behind the data, numbers with commas, and no box around the axes."""
     axes.grid(axis=values, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.9g}")
 
 
 def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns: int) -> None:

@@ -281,7 +281,9 @@ def _varies(rows: Sequence[Identity], name: str) -> bool:
 
 
 def _cell(value: object) -> str:
-    """A setting's value as text, cut to LONGEST_PART characters."""
+    """A setting's value as text, cut to LONGEST_PART characters; a switch is on or off."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return shortened(text_of(value), LONGEST_PART)
 
 

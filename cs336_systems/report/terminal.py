@@ -2,17 +2,17 @@
 
 import itertools
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import rich.box
 import rich.table
 from rich.cells import cell_len
 from rich.console import Console, Group, JustifyMethod
-from rich.markup import escape
+from rich.containers import Lines
 from rich.text import Text
 
 from ..analysis.loop_times import loop_sentences
@@ -20,7 +20,7 @@ from ..config import Profiler
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..sweep.keep import has_explanation
-from ..text import inert_line, print_line, shortened
+from ..text import inert_line, print_line, shortened, unbroken
 from .column import Column
 from .configurations import step_results
 from .section import FINDING, Table
@@ -44,6 +44,23 @@ column.
 TOP = 10
 """Rows of a table about the profile of one run."""
 FAILED_STYLE = "dim red"
+JOINT = "\ufdd0"
+"""Stands for a space at which no line may end, because rich ends lines at no-break spaces too. No
+text has this character: Unicode never assigns it.
+"""
+
+
+class Words(Text):
+    """A text that is wrapped between its words, but not within a quantity."""
+
+    def wrap(self, *args: Any, **options: Any) -> Lines:  # noqa: ANN401 (those of rich)
+        """The lines of the text, as rich makes them."""
+        whole = self.copy()
+        whole.plain = unbroken(self.plain, JOINT)
+        lines = whole.wrap(*args, **options)
+        for line in lines:
+            line.plain = line.plain.replace(JOINT, " ")
+        return lines
 
 
 def print_table(table: Table, directory: Path | None = None) -> None:
@@ -59,9 +76,9 @@ def print_sentences(sentences: Iterable[str]) -> None:
     """Print each sentence on lines of its own, and an empty line behind them; wrapped in a
     terminal only.
     """
-    lines = [plain(sentence) for sentence in sentences]
+    lines = [Words(inert_line(sentence)) for sentence in sentences]
     if lines:
-        _console(_width()).print("\n".join([*lines, ""]))
+        _console(_width()).print(Group(*lines, ""))
 
 
 def _width() -> int | None:
@@ -82,11 +99,9 @@ def _console(width: int | None) -> Console:
     return Console(highlight=False, emoji=False, width=width or UNLIMITED, height=HEIGHT)
 
 
-def plain(text: str) -> str:
-    """The text within rich's markup: without control characters, and escaped so that rich reads
-    no markup in it.
-    """
-    return escape(inert_line(text))
+def _labelled(label: str, style: str, text: str) -> Group:
+    """A text behind a label in the style."""
+    return Group(Words.assemble((inert_line(label), style), inert_line(text)))
 
 
 def print_run(
@@ -99,15 +114,15 @@ def print_run(
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
-        console.print(f"[red]{record.status}[/]{plain(where)}: {plain(record.failure.message)}")
+        console.print(_labelled(record.status, "red", f"{where}: {record.failure.message}"))
         for line in shortened(own_traceback(record), LONGEST_TRACEBACK).splitlines():
-            console.print(plain(line), soft_wrap=True)
+            print_line(line)
     for sentence in loop_sentences(record):
-        print_line(sentence)
+        console.print(Group(Words(inert_line(sentence))))
     if record.seen is not None and record.seen.out_of_memory is not None:
         print_table(shortage_table(record.seen.out_of_memory))
     for warning in record.warnings:
-        console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
+        console.print(_labelled(warning.code, "yellow", f": {warning.message}"))
     print_line(f"record: {path}")
 
 
@@ -125,6 +140,7 @@ def print_measured(record: RunRecord, runs: Path) -> None:
     from .sections.memory.tables import tables_of_one as memory_tables
 
     results = Results.load([record], runs.parent)
+    print_line("")
     for explained in results.kernels:
         print_tables(kernel_tables(explained, TOP))
     for entry in results.memory:
@@ -151,7 +167,7 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
         if record.failure is not None:
             place = own_place(record)
             message = f"{record.failure.message} ({place})" if place else record.failure.message
-            console.print(f"[red]{plain(record.subject.label)}[/]: {plain(message)}")
+            console.print(_labelled(record.subject.label, "red", f": {message}"))
     print_line(f"results: {directory}")
 
 
@@ -161,11 +177,11 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     If the table is too wide, columns with a `drop_order` are left out; a note names them, followed
     by `where`, which says where to find them.
     """
-    title = Text(inert_line(table.title), style="bold")
+    title = Words(inert_line(table.title), style="bold")
     notes = list(table.notes)
     if width is None and table.headings == FINDING:
         lines = [f"{number}. {inert_line(finding)}" for number, finding in table.rows]
-        return Group(title, *map(Text, [*lines, *map(inert_line, notes)]))
+        return Group(title, *map(Words, [*lines, *map(inert_line, notes)]))
     texts: list[list[str]] = [[] for _ in table.headings]
     for row in table.rows:
         for cells, cell in zip(texts, row, strict=True):
@@ -180,7 +196,7 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     if left_out:
         names = ", ".join(dict.fromkeys(left_out))
         notes.append(f"Not shown at this width: {names}{where}.")
-    return Group(title, body, *(Text(inert_line(note)) for note in notes))
+    return Group(title, body, *(Words(inert_line(note)) for note in notes))
 
 
 def _fit(
@@ -239,7 +255,7 @@ def _words(texts: Iterable[str]) -> list[str]:
     """
     words: list[str] = []
     for text in texts:
-        words += [word[:MAX_WORD] for word in re.split(r" +(?!±)", text)]
+        words += [word[:MAX_WORD] for word in unbroken(text, JOINT).split(" ")]
     return words
 
 
@@ -270,18 +286,20 @@ def _body(
             Text("\n".join(_lines(heading))), justify=justify, width=width, overflow="fold"
         )
     for index in range(len(table.rows)):
-        cells = (Text(texts[column][index]) for column in shown)
+        cells = (Words(texts[column][index]) for column in shown)
         drawn.add_row(*cells, style=FAILED_STYLE if index in table.failed else None)
     return drawn
 
 
-def _list(table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int]) -> Text:
+def _list(table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int]) -> Group:
     """The table as a list: a line for each cell, and a blank line between two rows."""
-    blocks = []
+    blocks: list[Words | str] = []
     for index in range(len(table.rows)):
         lines = []
         for column in shown:
             if text := texts[column][index]:
                 lines.append(f"{inert_line(table.headings[column].label)}: {text}")
-        blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
-    return Text("\n\n").join(blocks)
+        # an empty line between two rows
+        blocks += [""] if blocks else []
+        blocks.append(Words("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
+    return Group(*blocks)

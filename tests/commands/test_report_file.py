@@ -14,7 +14,7 @@ from cs336.commands.rebuild import report_file
 from cs336.report.progress import StatusLine
 from tests.analysis.kernels.tracing import Recording, training, write_export
 from tests.analysis.memory.programs import Training
-from tests.report.page.parsed import Parsed
+from tests.report.page.parsed import Parsed, as_written
 
 pytestmark = pytest.mark.usefixtures("no_pictures", "here")
 
@@ -72,7 +72,7 @@ def test_a_page_stands_beside_what_the_command_writes(
 def test_numbers_of_the_page_are_those_of_the_trace(trace: Path) -> None:
     recording = training(STEPS)
     assert report(trace) == 0
-    page = Path("data/files/mine/index.html").read_text()
+    page = as_written(Path("data/files/mine/index.html").read_text())
     rows = {row["phase"][0]: row for row in Parsed(page).rows("phases")}
     kernel_ms = sum(kernel.duration_ns for kernel in recording.kernels) / STEPS / 1e6
     assert float(rows["step"]["kernels"][1]) == len(recording.kernels) / STEPS

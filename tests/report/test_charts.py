@@ -1,5 +1,6 @@
 """Charts as PNGs and SVGs: each shows every bar, point, failed run and text of the chart."""
 
+import random
 import re
 from itertools import combinations
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from cs336.report.charts import (
     CLASS_COLOURS,
     LAUNCH_PHASES,
     PHASE_COLOURS,
+    PHASE_STYLES,
     Bar,
     Chart,
     Panel,
@@ -24,6 +26,7 @@ from cs336.report.draw import figure_of, svg_of
 from cs336.report.sections.kernels.bars import COMMUNICATION, EXPOSED
 from cs336.report.sections.kernels.bars import STYLES as STYLES_OF_WORK
 from cs336.report.sections.memory.bars import CATEGORIES
+from cs336.report.sections.plan import PARTS as PARTS_OF_PLAN
 from cs336.report.sections.steps import PARTS
 from tests.report.drawn import overlaps, texts
 
@@ -75,6 +78,39 @@ def test_a_picture_shows_each_part_of_each_bar_and_each_mark() -> None:
     (mark,) = figure.axes[0].lines
     assert [tuple(map(float, xy)) for xy in mark.get_xydata()] == [(3.5, 0)]
     assert overlaps(figure) == []
+
+
+def drawn_chart(rng):
+    """Panels of bars with names, figures, failures, settings and lengths of any size."""
+    word = rng.choice(["ctx 512", "xl", "path.to.module", "ddp-overlap ranks 2 shard optimizer"])
+    panels = []
+    for label in rng.choices(["time (ms)", "memory (GiB)"], k=rng.choice([1, 2, 3])):
+        bars = []
+        longest = 10 ** rng.uniform(-3, 6)
+        for place in range(rng.choice([1, 2, 7])):
+            parts = {name: longest * rng.random() for name in STYLES}
+            figures = ["1,012.80 ± 0.08 ? ms", "57.7 GiB"][: rng.randrange(3)]
+            bars.append(Bar(name=f"{word} {place}", parts=parts, figures=figures))
+        if rng.random() < 0.4:
+            bars = [Bar(name=bar.name, failure="out of memory\nin backward") for bar in bars]
+        panels.append(Panel(label=label, bars=bars))
+    settings = ", ".join([f"{word} a setting"] * rng.choice([0, 1, 9]))
+    return Chart(name="a", title=word, settings=settings, panels=panels, styles=STYLES)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_texts_of_a_chart_lie_apart_and_each_scale_has_its_unit(seed) -> None:
+    chart = drawn_chart(random.Random(seed))
+    figure = figure_of(chart)
+    assert overlaps(figure) == []
+    scales = [[label.get_text() for label in axes.get_xticklabels()] for axes in figure.axes]
+    labels = [axes.get_xlabel() for axes in figure.axes]
+    for place, panel in enumerate(chart.panels):
+        assert next(filter(None, labels[place:])) == panel.label
+        assert bool(scales[place]) is any(bar.parts for bar in panel.bars), "no run, no scale"
+        for number in scales[place]:
+            assert number == f"{float(number.replace(',', '')):,.9g}"
+            assert len(number) <= 9
 
 
 def test_the_legend_says_each_thing_once() -> None:
@@ -153,9 +189,10 @@ ON_ONE_PAGE = {
     "a sweep under a profiler": (PARTS, STYLES_OF_WORK, COMMUNICATION),
     "a trace": (LAUNCH_PHASES, STYLES_OF_WORK),
     "a sweep with snapshots": (PARTS, CATEGORIES),
+    "a plan": (PHASE_STYLES, PARTS_OF_PLAN),
 }
 """The styles of pictures that stand together."""
-ONE_THING = {EXPOSED: str(KernelClass.COMMUNICATION)}
+ONE_THING = dict.fromkeys((EXPOSED, "exposed communication"), str(KernelClass.COMMUNICATION))
 
 
 def oklab(colour: str, view: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import os
+import random
 import re
 import struct
 import sys
@@ -31,7 +32,7 @@ from cs336.report.sections.memory.tables import tables_of_one as snapshot_tables
 from cs336.report.sections.operators import attention_section, fusion_section
 from cs336.report.sections.steps import results_table, warmup_table
 from cs336.report.sections.study import accumulation_section
-from cs336.report.terminal import print_table
+from cs336.report.terminal import JOINT, print_sentences, print_table
 from cs336.studies.operators import Implementation, Version
 from cs336.studies.precision import accumulation_study
 from cs336.text import inert_line
@@ -180,6 +181,18 @@ def test_whatever_the_width_every_row_has_its_name_and_its_time(kind, width, cap
         assert not words(table.notes) - words([shown]), "notes wrap between words, and none is lost"
 
 
+UNIT_OF = {"ms": "ms", "us": "µs", "mib": "MiB", "gib": "GiB"}
+"""The unit that a column's heading names, by the ending of its key."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_column_of_times_or_sizes_names_its_unit(kind):
+    for table in kinds()[kind][0]:
+        for heading in table.headings:
+            unit = UNIT_OF.get(heading.key.rpartition("_")[2])
+            assert unit is None or unit in heading.unit, heading
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipe_gets_all_columns_whole_and_one_line_for_each_row(kind, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -226,6 +239,33 @@ def test_the_width_is_the_terminals_unless_columns_says_another(columns, capsys,
     print_table(table)
     text = capsys.readouterr().out
     assert columns - 5 <= max(map(len, map(str.rstrip, text.splitlines()))) <= columns
+
+
+UNITS = ("%", "ms", "µs", "GiB", "GB/s", "TFLOP/s", "tokens/s", "days")
+
+
+def drawn_quantity(rng):
+    value = f"{10 ** rng.uniform(-3, 5):,.{rng.choice([0, 2])}f}"
+    return f"{value}{rng.choice(['', ' ± 4', ' ± 0.07 ?'])} {rng.choice(UNITS)}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_line_ends_within_a_quantity(seed, capsys, monkeypatch):
+    rng = random.Random(seed)
+    quantities = [drawn_quantity(rng) for _ in range(20)]
+    text = " ".join(f"{'word ' * rng.randrange(4)}{quantity}, of 3" for quantity in quantities)
+    headings = (Column("a", numeric=False), Column("b"))
+    table = Table(title=text, headings=headings, rows=((text, "1.5 ms"),), notes=(text,))
+    for width in (30, 50, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_sentences([text])
+        print_table(table)
+        out = capsys.readouterr().out
+        for quantity, times in Counter(quantities).items():
+            assert out.count(quantity) >= 4 * times, quantity
+        lines = out.splitlines()
+        assert max(map(cell_len, lines)) <= width
+        assert JOINT not in out
 
 
 def test_columns_go_in_the_declared_order(capsys, monkeypatch):

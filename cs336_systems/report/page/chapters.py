@@ -152,7 +152,7 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
     if directory.rungs:
         chapters["Rungs"] = [ladder_section(directory.rungs)]
     if directory.study is not None:
-        chapters["Tables and pictures"] = directory.study.sections
+        chapters["Tables"] = directory.study.sections
     results = directory.results
     if results is None:
         return chapters

@@ -10,16 +10,17 @@ import gzip
 import hashlib
 import importlib.metadata
 import importlib.resources
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ...files import write_atomically
-from ...text import inert_line
+from ...text import inert_line, unbroken
 from .blocks import Page, PictureBlock, TableBlock
 
 PAGE_FILE = "index.html"
@@ -67,6 +68,12 @@ def _visible(value: object) -> object:
     return "\n".join(inert_line(line.expandtabs(4), LONGEST_LINE) for line in value.split("\n"))
 
 
+def _unbroken(text: str) -> Markup:
+    """The text as HTML in which no line ends within a quantity or a flag."""
+    whole = str(escape(unbroken(str(_visible(text)))))
+    return Markup(_FLAG.sub(r'<span class="flag">\g<0></span>', whole))
+
+
 def _read(name: str) -> str:
     """The text of a file in this package's folder, such as the page's template."""
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
@@ -92,6 +99,8 @@ def _library() -> Mapping[str, Markup]:
     return {"tables": Markup(_base64(gzip.compress(script, mtime=0)))}
 
 
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]{1,30}(?![\w-])")
+"""A browser would end a line at any of its hyphens."""
 _TEMPLATES = jinja2.Environment(
     autoescape=True,
     trim_blocks=True,
@@ -100,3 +109,4 @@ _TEMPLATES = jinja2.Environment(
     finalize=_visible,
     loader=jinja2.FunctionLoader(_read),
 )
+_TEMPLATES.filters["unbroken"] = _unbroken

@@ -91,6 +91,7 @@ addEventListener("click", (event) => {
 function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   const button = document.getElementById("page-theme");
+  button.hidden = false;
   button.textContent = dark ? "Light" : "Dark";
   button.setAttribute("aria-pressed", String(dark));
 }

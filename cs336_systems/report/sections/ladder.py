@@ -65,10 +65,10 @@ STYLES = {
 
 def distance_text(percent: float) -> str:
     """To two significant digits; a distance below LEAST_DISTANCE, which is far below every
-    bound, as `<0.001`.
+    bound, as `< 0.001`.
     """
     if 0 < percent < LEAST_DISTANCE:
-        return f"<{LEAST_DISTANCE:g}"
+        return f"< {LEAST_DISTANCE:g}"
     return significant(percent, 2) if percent else "0"
 
 

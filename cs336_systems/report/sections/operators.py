@@ -109,7 +109,7 @@ FUSION_COLUMNS = (
 )
 SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
-TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of attention"}
+PASS_NAMES = {"forward": "Forward pass", "backward": "Backward pass"}
 """Of the tables of times; those of both passes together are in the CSV."""
 
 
@@ -197,7 +197,7 @@ def attention_section(study: AttentionStudy) -> Section:
     tables = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         cells = sorted((row for row in rows if row["precision"] is precision), key=_shape)
-        tables += [_time_table(study, cells, timed) for timed in TITLES]
+        tables += [_time_table(study, cells, timed) for timed in PASS_NAMES]
         if any(row["saved_mib"] is not None for row in cells):
             tables.append(_memory_table(study, cells))
     keys: tuple[str, ...] = CSV_COLUMNS
@@ -254,18 +254,23 @@ def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Ro
 
 def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
     """Times of one pass, and how they compare with those of naive and own."""
-    time = column(
-        f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended"
-    )
+    time = column(f"{timed}_mean_ms", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
     notes = [
-        f"In ms, mean ± standard deviation of {study.grid.passes} passes after "
+        f"Mean ± standard deviation of {study.grid.passes} passes after "
         f"{study.grid.warmup_passes} of warm-up."
     ]
     if timed == "forward":
         notes += _grid_notes(study, rows)
     codes = [row[f"{timed}_warnings"] for row in rows if row[f"{timed}_mean_ms"] is not None]
     notes += doubt_notes(codes, "cells", PASSES)
-    return _table(study, rows, TITLES[timed], time, notes, list(_gains(study, rows, timed)))
+    return _table(
+        study,
+        rows,
+        f"{PASS_NAMES[timed]} of attention",
+        time,
+        notes,
+        list(_gains(study, rows, timed)),
+    )
 
 
 def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
@@ -305,25 +310,28 @@ def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
     """Findings on how fast the implementations are relative to the user's own or, without one, to
     naive attention.
     """
-    baseline, words = Implementation.NAIVE, "Times as fast as naive"
+    precision = rows[0]["precision"]
+    baseline, words = Implementation.NAIVE, "times as fast as naive"
     if study.grid.own:
-        baseline, words = Implementation.OWN, "Time of the others over that of own"
+        baseline, words = Implementation.OWN, "time of the others over that of own"
     of_baseline = cells_of(rows, baseline, f"{timed}_mean_ms")
-    gains = []
-    for name in study.available(rows[0]["precision"]):
+    gains: dict[str, list[str]] = {}
+    for name in study.available(precision):
         cells = cells_of(rows, name, f"{timed}_mean_ms")
         # own is what is to be judged, so its time is the one below the line
         pair = (cells, of_baseline) if study.grid.own else (of_baseline, cells)
-        quotient = _quotient(timed, *pair)
+        quotient, shape = _quotient(timed, *pair)
         if quotient and name is not baseline:
-            gains.append(f"{name} {quotient}")
+            gains.setdefault(shape, []).append(f"{name} {quotient}")
     if gains:
-        yield f"{words}, at the largest shape that both can do: {', '.join(gains)}."
+        by_shape = "; ".join(f"{', '.join(of)} at {shape}" for shape, of in gains.items())
+        which = f"{PASS_NAMES[timed]}, {precision}"
+        yield f"{which}, {words} at the largest shape that both can do: {by_shape}."
 
 
-def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
-    """How many times the first rows' time is the second's at the largest shape that both have, in
-    words; empty if there is none.
+def _quotient(timed: str, firsts: Rows, seconds: Rows) -> tuple[str, str]:
+    """How many times the first rows' time is the second's at the largest shape that both have, and
+    this shape, in words; empty if there is none.
     """
     mean = f"{timed}_mean_ms"
     by_shape = {_shape(row): row for row in firsts}
@@ -332,16 +340,16 @@ def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
         if first is not None and second[mean]:
             speed_up = first[mean] / second[mean]
             cell = derived("speed_up", speed_up, first, second, prefix=f"{timed}_")
-            return f"{column('speed_up').cell(cell)} ({_at(second)})"
-    return ""
+            return column("speed_up").cell(cell), _at(second)
+    return "", ""
 
 
 def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
     """The table of memory in use before backward, with notes on where naive attention runs out of
     memory.
     """
-    held = column("before_backward_mib", unit="", text=_held)
-    note = "In MiB; in brackets what forward left for backward, its output included."
+    held = column("before_backward_mib", text=_held)
+    note = "In brackets what forward left for backward, its output included."
     title = "Memory in use before backward"
     closed_form = column("closed_form_mib", drop_order=1)
     return _table(study, rows, title, held, [note], list(limit_notes(rows)), closed_form)

@@ -21,7 +21,16 @@ from ...costs.training import DAY_S, TrainingPlan
 from ...measure.inputs import parameters_of
 from ...settings import flag_of, non_defaults
 from ...text import command_line, counted
-from ..charts import COMPUTING_COLOUR, PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
+from ..charts import (
+    COMPUTING_COLOUR,
+    PHASE_COLOURS,
+    REST_COLOUR,
+    Bar,
+    Chart,
+    Panel,
+    Style,
+    distinct,
+)
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
 from ..words import DOUBTED_FORECAST, GIB, ratio, significant
@@ -50,12 +59,10 @@ TOP = 12
 """Layouts of the table and of the picture."""
 PARTS = {
     "computing": Style(colour=COMPUTING_COLOUR),
-    "exposed communication": Style(
-        colour="#FFFFFF", pattern="/", ink=PHASE_COLOURS[Phase.COMMUNICATION]
-    ),
-    "bubble": Style(colour="#BBBBBB"),
+    "exposed communication": Style(colour=PHASE_COLOURS[Phase.COMMUNICATION]),
+    "bubble": Style(colour=REST_COLOUR),
     "optimizer": Style(colour=PHASE_COLOURS[Phase.OPTIMIZER]),
-    "memory": Style(colour="#56B4E9"),
+    "memory": Style(colour="#4A4A6A"),
 }
 
 

@@ -44,6 +44,28 @@ OVERLAPS = """() => [...document.querySelectorAll(".lane")].filter((lane) => {
 }).map((lane) => lane.textContent)"""
 """The bars of which two parts, such as name and figures, lie on each other."""
 
+BROKEN = """() => {
+  const broken = [], flag = "--[a-z][a-z-]+", unit = "(ms|%|GiB|µs)(?!\\\\w)";
+  const quantity = RegExp(`[\\\\d.,]*\\\\d( ± [\\\\d.,]+)?( \\\\?)? ${unit}|${flag}`, "g");
+  for (const place of document.querySelectorAll("main :is(p, td, dd, .legend span)")) {
+    const texts = document.createTreeWalker(place, NodeFilter.SHOW_TEXT);
+    for (let text; (text = texts.nextNode());) {
+      for (const found of text.data.replaceAll("\\u00a0", " ").matchAll(quantity)) {
+        const range = document.createRange();
+        range.setStart(text, found.index);
+        range.setEnd(text, found.index + found[0].length);
+        const boxes = [...range.getClientRects()];
+        const width = boxes.reduce((sum, box) => sum + box.width, 0);
+        const isWide = width > place.getBoundingClientRect().width - 20;
+        const lines = new Set(boxes.map((box) => Math.round(box.top)));
+        if (lines.size > 1 && !isWide) broken.push(found[0]);
+      }
+    }
+  }
+  return broken;
+}"""
+"""The quantities and flags of a page within which a line ends, although they fit into one."""
+
 
 def drawn_page(seed: int) -> Page:
     """A page of every kind of block, whose texts and values are drawn."""
@@ -57,7 +79,7 @@ def drawn_page(seed: int) -> Page:
         TableBlock(id="steps", table=table),
         make_picture(_name(rng)),
         Prose(paragraphs=names),
-        Facts(rows=[(_name(rng), _name(rng))]),
+        Facts(rows=[(_name(rng), f"{_figure(rng)}, {_figure(rng)} --warmup-steps")]),
         _bars(rng, [_name(rng) for _ in range(20)]),
     ]
     page = make_page(*blocks)

@@ -1,6 +1,12 @@
 """What a browser would find in a page, without running its script."""
 
+import re
 from html.parser import HTMLParser
+
+
+def as_written(page):
+    """The page as if lines could end at any space and hyphen."""
+    return re.sub(r'<span class="flag">(.*?)</span>', r"\1", page).replace("\xa0", " ")
 
 
 class Parsed(HTMLParser):

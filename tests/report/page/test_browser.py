@@ -20,7 +20,7 @@ from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.text import inert_line
 from tests.committed import DATA
-from tests.report.page.cut import CUT, OVERLAPS, drawn_page
+from tests.report.page.cut import BROKEN, CUT, OVERLAPS, drawn_page
 from tests.report.page.pages import (
     HOSTILE_TEXTS,
     TIMES,
@@ -253,6 +253,7 @@ def assert_nothing_is_cut(tab) -> None:
         tab.set_viewport_size({"width": width, "height": 900})
         assert tab.evaluate(CUT) == [], width
         assert tab.evaluate(OVERLAPS) == [], width
+        assert tab.evaluate(BROKEN) == [], width
         if media == "screen":
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
 

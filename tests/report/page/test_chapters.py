@@ -30,7 +30,7 @@ from tests.report import ceilings
 from tests.report.ladders import make_ladder, make_records, shifted
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.page.grid import GRID, grid_runs, grid_values
-from tests.report.page.parsed import Parsed
+from tests.report.page.parsed import Parsed, as_written
 from tests.report.sections.kernels.profiles import make_entry, make_profile
 from tests.report.sections.memory.profiles import make_memory
 from tests.report.studies import (
@@ -158,7 +158,10 @@ def test_the_list_names_the_device_and_the_days_of_each_page() -> None:
         (
             "study",
             attention,
-            [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]],
+            [
+                ["Forward", "as fast as naive", "flash 2.0"],
+                ["naive runs out of memory", "context 2048"],
+            ],
         ),
         ("study", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
         (
@@ -173,7 +176,7 @@ def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
     if kind != "ladder":
         content = {"study": StudyResults(content)}
     page = page_of(Directory(path=Path("mine"), **content))
-    text = to_html(page)
+    text = as_written(to_html(page))
     sentences = [page.glance.answer]
     for block in page.chapters[0].blocks:
         sentences += getattr(block, "paragraphs", ())
@@ -184,7 +187,7 @@ def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
 
 def test_a_finding_that_is_the_headline_of_a_profile_stands_once() -> None:
     page = pages()["nsys_profiles"]
-    assert to_html(page).count(escape(page.glance.answer)) == 1
+    assert as_written(to_html(page)).count(escape(page.glance.answer)) == 1
 
 
 def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_they_failed() -> None:

@@ -113,3 +113,26 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path) -> None:
         write_page(make_page(*[TableBlock(id="steps", table=make_steps())] * 2), path)
     assert path.read_bytes() == old
     assert list(tmp_path.iterdir()) == [path]
+
+
+def luminance(colour):
+    """Relative luminance of a colour such as `#a3170b`, by WCAG 2."""
+    channels = (value / 255 for value in bytes.fromhex(colour[1:]))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_every_colour_of_text_stands_out_from_every_background(theme) -> None:
+    """By 4.5 to 1, which WCAG 2 asks of small text."""
+    declared = re.findall(r"--([a-z]+): light-dark\((#\w{6}), (#\w{6})\)", to_html(make_page()))
+    levels = {name: luminance(colours[theme]) for name, *colours in declared}
+    backgrounds = [levels.pop(name) for name in ("paper", "raised")]
+    del levels["line"]
+    assert {"text", "quiet", "accent", "failed"} <= {*levels}
+    for name, level in levels.items():
+        for background in backgrounds:
+            dark, light = sorted((level, background))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, name

@@ -166,7 +166,7 @@ def test_what_own_is_and_how_it_failed_are_told_and_the_others_are_compared_with
     )
     for table in (forward, backward):
         (compared,) = [note for note in table.notes if "over that of own" in note]
-        assert "naive 2.00 (d_head 64, context 1024)" in compared
+        assert "naive 2.00 at d_head 64, context 1024" in compared
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from matplotlib.patches import Patch, Polygon, StepPatch
 from numpy.typing import NDArray
 
 from ....analysis.kernels.classes import KernelClass
-from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
 from ... import draw
-from ...charts import CLASS_COLOURS
+from ...charts import CLASS_COLOURS, fitting
 from ...words import significant
 from .bars import devices_of
 
@@ -27,13 +26,6 @@ CHARACTER = 0.0122
 """Width of one character of a phase's name, as a share of the step's time."""
 LONGEST_KIND = 24
 """Characters of the name of a kind of steps."""
-SHORT_NAMES = {
-    LaunchPhase.FORWARD: "fwd",
-    LaunchPhase.BACKWARD: "bwd",
-    LaunchPhase.COMMUNICATION: "comm.",
-    LaunchPhase.OPTIMIZER: "opt.",
-}
-"""Names of phases that are too short for the whole name."""
 EDGE = 0.01
 """Share of the step's time; a phase that ends this close to either end of the step needs no
 line.
@@ -155,16 +147,8 @@ def _draw_window(
     """Draw one phase in one lane, with its name if that fits."""
     start, end = span_ms
     panel.barh(y, end - start, 0.64, start, color=shade, edgecolor="white", linewidth=0.8)
-    if name := _name_in(window, (end - start) / 1e3 / (CHARACTER * step.wall_s)):
+    if name := fitting(window.phase, (end - start) / 1e3 / (CHARACTER * step.wall_s)):
         panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
-
-
-def _name_in(window: Window, room: float) -> str:
-    """The name of a phase, or a short one, that has fewer characters than there is room; empty if
-    neither fits.
-    """
-    names = (window.phase, SHORT_NAMES.get(window.phase, ""))
-    return next((name for name in names if len(name) < room), "")
 
 
 def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> None:
@@ -259,5 +243,5 @@ def _draw_beside(lane: Axes, step: PicturedStep, name: str, longest_s: float) ->
     lane.tick_params(axis="y", length=0, labelsize=8.5)
     for window in step.windows:
         start_s, end_s = window.device_start_s, window.device_end_s
-        if word := _name_in(window, (end_s - start_s) / (CHARACTER * longest_s)):
+        if word := fitting(window.phase, (end_s - start_s) / (CHARACTER * longest_s)):
             lane.text((start_s + end_s) * 500, 110, word, ha="center", fontsize=7)

@@ -15,7 +15,7 @@ from ....analysis.memory.notes import START
 from ....analysis.memory.profile import MemoryProfile
 from ....text import shorten
 from ... import charts, draw
-from ...charts import CATEGORY_COLOURS
+from ...charts import CATEGORY_COLOURS, fitting
 from .entry import by_category
 from .words import MemoryUnit, moment_ms, size, unit_for
 
@@ -119,7 +119,10 @@ def _draw_areas(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
             colors=[CATEGORY_COLOURS[category] for category in present],
         )
     reserved = np.array(timeline.reserved_bytes) / unit.num_bytes
-    panel.plot(x, reserved, drawstyle="steps-post", **RESERVED)
+    # a line of few points stays a line on a page, and turns around with the theme
+    corners = np.flatnonzero(np.diff(reserved, prepend=-1.0))
+    places = [*corners, *x[-1:]]
+    panel.plot(x[places], reserved[places], drawstyle="steps-post", **RESERVED)
 
 
 def _x(profile: MemoryProfile, time_s: float | None) -> int:
@@ -182,11 +185,11 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
         named += of_steps
     for name, phases, y in named:
         begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
-        if len(name) < (end - begin) / panel.get_xlim()[1] / CHARACTER:
+        if word := fitting(name, (end - begin) / panel.get_xlim()[1] / CHARACTER):
             panel.text(
                 (begin + end) / 2,
                 y,
-                draw.inert(name),
+                draw.inert(word),
                 ha="center",
                 va="bottom",
                 fontsize=8.5,

@@ -1,6 +1,7 @@
 """Pictures of hand-made memory profiles (see profiles.py): what is drawn is what there was."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.colors import to_hex
 
 from cs336.analysis.memory.profile import Category
 from cs336.report import charts
-from cs336.report.draw import figure_of
+from cs336.report.draw import MOST_POINTS, figure_of
 from cs336.report.sections.memory.bars import peak_charts
 from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.report.sections.memory.plots import draw_memory
@@ -95,8 +96,36 @@ def test_the_peak_is_marked_where_it_is() -> None:
     (point,) = [line for line in panel.lines if line.get_marker() == "o"]
     assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((3, 780))
     assert panel.get_ylim()[1] > 900
-    reserved = next(line for line in panel.lines if len(line.get_xdata()) == 13)
-    assert set(reserved.get_ydata()) == {900}
+    assert [tuple(map(float, xy)) for xy in reserved_line(panel)] == [(0, 900), (12, 900)]
+
+
+def reserved_line(panel):
+    (line,) = [line for line in panel.lines if line.get_drawstyle() == "steps-post"]
+    return line.get_xydata()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_reserved_is_a_line_of_its_corners(seed) -> None:
+    """A line of more points than MOST_POINTS is an image on a page, dark on a dark one."""
+    rng = random.Random(seed)
+    profile = make_memory()
+    steps = [rng.choice([800, 900, 1000]) * 2**20 for _ in range(50)]
+    reserved_bytes = [steps[point // 40] for point in range(2000)]
+    timeline = replace(
+        profile.timeline,
+        time_s=tuple(point / 1e3 for point in range(2000)),
+        num_bytes=tuple((0,) * 2000 for _ in profile.timeline.categories),
+        reserved_bytes=tuple(reserved_bytes),
+    )
+    figure = draw_memory(replace(profile, timeline=timeline))
+    corners = reserved_line(figure.axes[0])
+    assert len(corners) <= MOST_POINTS
+    levels = dict(corners.tolist())
+    shown, level = [], None
+    for point in range(2000):
+        level = levels.get(point, level)
+        shown.append(level * 2**20)
+    assert shown == pytest.approx(reserved_bytes)
 
 
 def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
