@@ -23,6 +23,8 @@ _UNIT = (
 )
 _JOINTS = re.compile(rf"(?<=[\d?]) (?={_UNIT})|(?<=\d) (?=±|\?(?!\w))|(?<=±) (?=\d)")
 """Spaces within a quantity, such as those of `30 ± 4 ? ms`."""
+_OF_SETTINGS = re.compile(r" (?=\d[\d.]*(?: |$))")
+"""Spaces before the numbers of a configuration's settings, such as those of `ctx 128 batch 4`."""
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of control characters, direction marks, lone surrogates and line
 separators.
@@ -44,6 +46,11 @@ def unbroken(text: str, joint: str = "\N{NO-BREAK SPACE}") -> str:
     its unit, its deviation or a mark of doubt.
     """
     return _JOINTS.sub(joint, text)
+
+
+def unbroken_label(label: str) -> str:
+    """The label of a configuration, of which no line ends between a setting and its number."""
+    return _OF_SETTINGS.sub("\N{NO-BREAK SPACE}", label)
 
 
 def print_line(text: str) -> None:

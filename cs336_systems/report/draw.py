@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.transforms import Bbox
 
-from ..text import inert_line, shorten
+from ..text import inert_line, shorten, unbroken_label
 from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Picture, Style, ink, visible
 from .words import significant
 
@@ -208,10 +208,10 @@ def inert(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def wrapped(text: str, longest: int = LONGEST_LABEL) -> str:
-    """The text, inert, on lines that are at most so long; of more than three lines the middle is
-    left out.
+    """The text, inert, on lines that are at most so long, and of which none begins with the number
+    of a setting; of more than three lines the middle is left out.
     """
-    short = inert_line(text)
+    short = unbroken_label(inert_line(text))
     if len(short) > 3 * longest:
         short = f"{short[: 2 * longest - 1]}…{short[-longest:]}"
     lines = textwrap.wrap(short, longest, break_on_hyphens=False)

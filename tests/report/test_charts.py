@@ -22,7 +22,7 @@ from cs336.report.charts import (
     Style,
     ink,
 )
-from cs336.report.draw import figure_of, svg_of
+from cs336.report.draw import LONGEST_LABEL, figure_of, svg_of, wrapped
 from cs336.report.sections.kernels.bars import COMMUNICATION, EXPOSED
 from cs336.report.sections.kernels.bars import STYLES as STYLES_OF_WORK
 from cs336.report.sections.memory.bars import CATEGORIES
@@ -215,3 +215,17 @@ def test_no_colour_of_a_page_stands_for_two_things_and_nothing_has_two_colours(p
         seen = {name: oklab(colour, view) for name, colour in colours.items()}
         for one, other in combinations(seen, 2):
             assert np.linalg.norm(seen[one] - seen[other]) > least, (one, other)
+
+
+SETTINGS = "ctx", "batch", "micro-batches", "bf16 stream", "steps", "d_model", "keep hidden"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_label_keeps_numbers_beside_the_settings_that_they_are_of(seed):
+    chance = random.Random(seed)
+    parts = [f"{chance.choice(SETTINGS)} {chance.choice((1, 15, 1024, 0.5))}" for _ in range(5)]
+    label = " ".join(["gpt2-xl", *parts])
+    lines = wrapped(label).split("\n")
+    assert " ".join(lines).replace("\N{NO-BREAK SPACE}", " ") == label or "…" in "".join(lines)
+    assert not any(re.match(r"[\d.]+( |$)", line) for line in lines)
+    assert all(len(line) <= LONGEST_LABEL for line in lines)

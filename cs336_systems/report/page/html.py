@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from ...files import write_atomically
-from ...text import inert_line, unbroken
+from ...text import inert_line, unbroken, unbroken_label
 from .blocks import Page, PictureBlock, TableBlock
 
 PAGE_FILE = "index.html"
@@ -110,3 +110,4 @@ _TEMPLATES = jinja2.Environment(
     loader=jinja2.FunctionLoader(_read),
 )
 _TEMPLATES.filters["unbroken"] = _unbroken
+_TEMPLATES.filters["unbroken_label"] = unbroken_label
