@@ -24,9 +24,9 @@ MakeStep = Callable[[Mapping[str, Any]], RunConfig]
 """Makes the step that `--fast` chooses for these settings; raises ValueError for settings that do
 not go together.
 """
-CLOSED_FORM_SPREAD = 1.03
-"""How far the peak in closed form may be off, where it alone decides that a step is not traced; it
-is within 1 % of the measured ones (`tests/costs/test_fast_memory.py`).
+CLOSED_FORM_SPREAD = 1.05
+"""How far the peak in closed form may be off, where it alone decides that a step is not traced. For
+xl it is 2.5 % too small to 1.6 % too large, so that two ways to share a step may be 4.2 % apart.
 """
 
 
