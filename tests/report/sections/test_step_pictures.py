@@ -20,7 +20,7 @@ def drawn_bars(figure):
     lengths = {}
     for panel in figure.axes:
         for place, label in enumerate(panel.get_yticklabels()):
-            lengths[label.get_text()] = [
+            lengths[label.get_text().replace("\N{NO-BREAK SPACE}", " ")] = [
                 bar.get_width()
                 for bar in panel.patches
                 if round(bar.get_y() + bar.get_height() / 2) == place
