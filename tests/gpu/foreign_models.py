@@ -99,18 +99,11 @@ class NanoGPT(nn.Module):
     head.
     """
 
-    def __init__(
-        self,
-        context_length: int,
-        vocab_size: int,
-        width: int = 1152,
-        layers: int = 9,
-        heads: int = 18,
-    ) -> None:
+    def __init__(self, context_length: int, vocab_size: int) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocab_size, width), nn.Embedding(context_length, width)
-        self.h = nn.ModuleList(NanoBlock(width, heads) for _ in range(layers))
-        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocab_size, bias=False)
+        self.wte, self.wpe = nn.Embedding(vocab_size, 1152), nn.Embedding(context_length, 1152)
+        self.h = nn.ModuleList(NanoBlock() for _ in range(9))
+        self.ln_f, self.lm_head = nn.LayerNorm(1152), nn.Linear(1152, vocab_size, bias=False)
         self.wte.weight = self.lm_head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -124,37 +117,22 @@ class NanoGPT(nn.Module):
 
 
 class NanoBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.ln_1 = nn.LayerNorm(width)
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.ln_1, self.c_attn, self.c_proj = (
+            nn.LayerNorm(1152),
+            nn.Linear(1152, 3456),
+            nn.Linear(1152, 1152),
+        )
+        self.ln_2, self.mlp = (
+            nn.LayerNorm(1152),
+            nn.Sequential(nn.Linear(1152, 4608), nn.GELU(), nn.Linear(4608, 1152)),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        q, k, v = (part.unflatten(-1, (18, 64)).transpose(1, 2) for part in parts)
         x = x + self.c_proj(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         )
         return x + self.mlp(self.ln_2(x))
-
-
-def gpt2_in_float8(
-    context_length: int, vocab_size: int, d_model: int, num_layers: int, num_heads: int
-) -> nn.Module:
-    """nanoGPT's model of the size that the command names, whose blocks' linear layers torchao turns
-    into fp8 with one scale for each tensor. The head stays as it is, as in `--fp8`. Each block is
-    compiled, because the whole of gpt2-xl takes minutes.
-    """
-    from torchao.float8 import convert_to_float8_training
-
-    model = NanoGPT(context_length, vocab_size, d_model, num_layers, num_heads)
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name.startswith("h."))
-    for block in model.h:
-        block.compile()
-    return model

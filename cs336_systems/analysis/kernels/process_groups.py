@@ -148,11 +148,11 @@ def group_times(collectives: pd.DataFrame) -> Iterator[GroupTimes]:
             GroupTimes(
                 group=said["description"] or said["group"],
                 ranks=said["ranks"],
-                size=_whole(said["size"]),
+                size=_if_known(said["size"]),
                 here=int(said["here"]),
                 collective=COLLECTIVES[said["collective"]],
                 count=len(part),
-                bytes=_whole(part["num_bytes"].sum(skipna=False)),
+                bytes=_if_known(part["num_bytes"].sum(skipna=False)),
                 total_s=int(part["duration_ns"].sum()) / 1e9,
                 exposed_s=int(part["exposed_ns"].sum()) / 1e9,
                 sent_s=int(part["sent_ns"].sum()) / 1e9,
@@ -162,6 +162,6 @@ def group_times(collectives: pd.DataFrame) -> Iterator[GroupTimes]:
     yield from sorted(rows, key=lambda row: -row.total_s)
 
 
-def _whole(number: float) -> int | None:
-    """The number, which NaN stands for where it is not known."""
+def _if_known(number: float) -> int | None:
+    """The whole number, or None for NaN, which stands for one that is not known."""
     return None if isnan(number) else int(number)
